@@ -1,0 +1,147 @@
+"""What the cache hands out for one layer of one sequence: live tokens only.
+
+`Stored` is how it lies: raw slots and encoded segments side by side, for attention, which goes by position
+and needs no order. `LayerData` is how a policy sees it: by ascending position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+Part = tuple[Tensor, Tensor]
+"""Keys and values [kv_heads, tokens, dim] of one run of tokens."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Runs of keys and values, one after the other along the token axis, in no particular order.
+
+    positions, slots: int64 [kv_heads, tokens], -1 on padding (there keys and values are arbitrary)
+    bias: float [kv_heads, tokens] added to logits, or None
+    encoded: bool [kv_heads, tokens], True where held in an encoded segment; None: nowhere
+    complete: no padding anywhere
+    """
+
+    parts: tuple[Part, ...]
+    positions: Tensor
+    slots: Tensor
+    bias: Tensor | None = None
+    encoded: Tensor | None = None
+    complete: bool = False
+
+    @property
+    def alive(self) -> Tensor:
+        """bool [kv_heads, tokens]."""
+        return self.positions >= 0
+
+    def by_position(self) -> LayerData:
+        """The same tokens by ascending position, padding last and as narrow as it can be."""
+        if self.complete and len(self.parts) == 1 and self.encoded is None:
+            return LayerData(*self.parts[0], self.positions, self.slots, self.bias)
+        alive = self.alive
+        width = int(alive.sum(1).max()) if alive.numel() else 0
+        key = self.positions.masked_fill(~alive, torch.iinfo(torch.int64).max)
+        order = torch.sort(key, dim=1, stable=True).indices[:, :width]
+        return _Reordered(self, order)
+
+
+class LayerData:
+    """Keys and values as read back through the address map, encoded parts decoded, by ascending position.
+
+    k, v: [kv_heads, tokens, dim]; positions, slots: int64 [kv_heads, tokens], -1 on the padding of ragged
+    heads (there k and v are arbitrary); bias: float [kv_heads, tokens] added to logits, or None;
+    encoded: bool [kv_heads, tokens], True where the token is held in an encoded segment, or None.
+    `slots` are logical: `slots // block_size` is the ordinal of the block in the sequence's table. Tokens
+    that live in encoded segments have the slot they were written to.
+    """
+
+    def __init__(
+        self,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        bias: Tensor | None = None,
+        encoded: Tensor | None = None,
+    ) -> None:
+        self._kv: Part | None = (k, v)
+        self.positions, self.slots, self.bias, self.encoded = positions, slots, bias, encoded
+
+    @property
+    def k(self) -> Tensor:
+        """Keys, post-RoPE."""
+        return self._both()[0]
+
+    @property
+    def v(self) -> Tensor:
+        """Values."""
+        return self._both()[1]
+
+    @property
+    def alive(self) -> Tensor:
+        """bool [kv_heads, tokens]."""
+        return self.positions >= 0
+
+    @classmethod
+    def dense(cls, k: Tensor, v: Tensor, first: int = 0) -> LayerData:
+        """All tokens of k, v [kv_heads, tokens, dim] alive, at positions `first`, `first` + 1, ..."""
+        positions = torch.arange(first, first + k.shape[1]).expand(k.shape[0], -1)
+        return cls(k, v, positions, positions)
+
+    @cached_property
+    def stored(self) -> Stored:
+        """The same as one run."""
+        complete = bool(self.alive.all())
+        return Stored(((self.k, self.v),), self.positions, self.slots, self.bias, self.encoded, complete)
+
+    def take(self, columns: Tensor) -> Part:
+        """Keys and values of some columns (bool [tokens]) without touching the others."""
+        k, v = self._both()
+        return k[:, columns], v[:, columns]
+
+    def _both(self) -> Part:
+        if self._kv is None:
+            raise AssertionError("a LayerData without tensors must say how to get them")
+        return self._kv
+
+
+class _Reordered(LayerData):
+    """A `Stored` by position; keys and values are only brought together when somebody looks at them."""
+
+    def __init__(self, stored: Stored, order: Tensor) -> None:
+        def pick(x: Tensor | None) -> Tensor | None:
+            return None if x is None else torch.gather(x, 1, order)
+
+        self._stored, self._order = stored, order
+        self._kv = None
+        self.positions = torch.gather(stored.positions, 1, order)
+        self.slots = torch.gather(stored.slots, 1, order)
+        self.bias, self.encoded = pick(stored.bias), pick(stored.encoded)
+
+    def take(self, columns: Tensor) -> Part:
+        order = self._order[:, columns]
+        return _pick([p[0] for p in self._stored.parts], order), _pick([p[1] for p in self._stored.parts], order)
+
+    def _both(self) -> Part:
+        if self._kv is None:
+            self._kv = self.take(torch.ones(self._order.shape[1], dtype=torch.bool))
+        return self._kv
+
+
+def _pick(runs: Sequence[Tensor], order: Tensor) -> Tensor:
+    """Rows `order` [kv_heads, n] of runs laid end to end."""
+    heads = torch.arange(order.shape[0])[:, None]
+    out = runs[0].new_empty(*order.shape, runs[0].shape[-1])
+    first = 0
+    for run in runs:
+        inside = (order >= first) & (order < first + run.shape[1])
+        if bool(inside.any()):
+            row, column = inside.nonzero(as_tuple=True)
+            out[row, column] = run[heads.expand_as(order)[inside], order[inside] - first]
+        first += run.shape[1]
+    return out

@@ -1,0 +1,118 @@
+"""The bytes behind the ledger: keys and values of all blocks, as an engine lays them out.
+
+One flat buffer per layer *position* in a group: the first layer of every group shares the first buffer,
+and so on, as in vLLM, so that a block id names the same memory for whichever group owns it. A wrong block
+id therefore reads another layer's data instead of zeros, and tests see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvassay.cache.ops import CopyBlock, GroupSpec, Ints, MoveSlots, Op, SlotView
+from kvassay.layout.model import Layout
+
+
+class KVStore:
+    """Physical K/V of `num_blocks` blocks, float32 on the CPU by default."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        groups: Sequence[GroupSpec],
+        num_blocks: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        poison: bool = False,
+    ) -> None:
+        self.groups = tuple(groups)
+        self._k: dict[int, Tensor] = {}
+        self._v: dict[int, Tensor] = {}
+        self._group_of = {layer: group for group in groups for layer in group.layers}
+        depth = max(len(group.layers) for group in groups)
+        for place in range(depth):
+            users = [(group, group.layers[place]) for group in groups if place < len(group.layers)]
+            width = max(group.block_size * layout.layers[layer].kv.elements for group, layer in users)
+            buffer = torch.empty(num_blocks, width, dtype=dtype, device=device)
+            if poison:
+                buffer.fill_(float("nan"))
+            for group, layer in users:
+                kv = layout.layers[layer].kv
+                split = group.block_size * kv.kv_heads * kv.k_dim
+                used = group.block_size * kv.elements
+                shape = (kv.kv_heads, group.block_size, -1)
+                self._k[layer] = buffer[:, :split].unflatten(1, shape)
+                self._v[layer] = buffer[:, split:used].unflatten(1, shape)
+
+    def keys(self, layer: int) -> Tensor:
+        """[blocks, kv_heads, block_size, k_dim], a view."""
+        return self._k[layer]
+
+    def values(self, layer: int) -> Tensor:
+        """[blocks, kv_heads, block_size, v_dim], a view."""
+        return self._v[layer]
+
+    def write(self, layer: int, block_ids: Ints, offsets: Ints, k: Tensor, v: Tensor) -> None:
+        """Write k, v [lanes, kv_heads, tokens, dim] at block_ids, offsets [lanes, tokens], every head alike."""
+        b, o = torch.from_numpy(block_ids.astype(np.int64)), torch.from_numpy(offsets.astype(np.int64))
+        self._k[layer][b, :, o] = k.permute(0, 2, 1, 3).to(self._k[layer].dtype)
+        self._v[layer][b, :, o] = v.permute(0, 2, 1, 3).to(self._v[layer].dtype)
+
+    def write_at(
+        self, layer: int, head: int, block_ids: Ints, offsets: Ints, k: Tensor | None, v: Tensor | None
+    ) -> None:
+        """Overwrite rows [n, dim] of one head; None leaves that side as it is."""
+        b, o = torch.from_numpy(block_ids.astype(np.int64)), torch.from_numpy(offsets.astype(np.int64))
+        if k is not None:
+            self._k[layer][b, head, o] = k
+        if v is not None:
+            self._v[layer][b, head, o] = v
+
+    def read(self, layer: int, view: SlotView) -> tuple[Tensor, Tensor]:
+        """Gather k, v [kv_heads, tokens, dim] of a slot view; padding rows are arbitrary."""
+        k, v = self._k[layer], self._v[layer]
+        n = view.positions.shape[1]
+        if view.is_identity and n:
+            first = int(view.offsets[0, 0])
+            starts = np.flatnonzero((view.offsets[0] == 0) | (np.arange(n) == 0))
+            rows = slice(first, first + n)
+            return _run(k, view.block_ids[0, starts])[:, rows], _run(v, view.block_ids[0, starts])[:, rows]
+        heads = torch.arange(k.shape[1])[:, None]
+        b = torch.from_numpy(view.block_ids.astype(np.int64)).clamp(min=0)
+        o = torch.from_numpy(view.offsets.astype(np.int64)).clamp(min=0)
+        return k[b, heads, o], v[b, heads, o]
+
+    def run(self, ops: Iterable[Op]) -> int:
+        """Execute the ledger's copies, in order; returns the number of elements moved."""
+        moved = 0
+        for op in ops:
+            if isinstance(op, CopyBlock):
+                for layer in self.groups[op.group].layers:
+                    for side in (self._k[layer], self._v[layer]):
+                        side[op.dst] = side[op.src]
+                        moved += side[0].numel()
+            else:
+                moved += self._move(op)
+        return moved
+
+    def _move(self, op: MoveSlots) -> int:
+        size = self._group_of[op.layer].block_size
+        src, dst = torch.from_numpy(op.src), torch.from_numpy(op.dst)
+        moved = 0
+        for side in (self._k[op.layer], self._v[op.layer]):
+            side[dst // size, op.head, dst % size] = side[src // size, op.head, src % size]
+            moved += len(op.src) * side.shape[-1]
+        return moved
+
+
+def _run(side: Tensor, blocks: Ints) -> Tensor:
+    """The slots of whole blocks, one after the other: [kv_heads, blocks * block_size, dim]."""
+    first, last = int(blocks[0]), int(blocks[-1])
+    consecutive = bool((np.diff(blocks) == 1).all())
+    chosen = side[first : last + 1] if consecutive else side[torch.from_numpy(blocks.astype(np.int64))]
+    return chosen.transpose(0, 1).flatten(1, 2)

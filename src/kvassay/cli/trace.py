@@ -1,0 +1,105 @@
+"""`kvassay trace`: look at, check, re-block, fingerprint and record again the traces on disk."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import click
+
+BIG = 256 << 20
+"""Bytes from which `verify` shows its progress."""
+folder = click.Path(path_type=Path)
+
+
+@click.group("trace")
+def trace() -> None:
+    """Recorded traces: show, verify, reblock, fingerprint, reproduce."""
+
+
+@trace.command()
+@click.argument("path", type=folder)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+def show(path: Path, as_json: bool) -> None:
+    """Say what a trace holds: model, tokens, layers, bytes, evidence, branches."""
+    from rich.console import Console
+
+    from kvassay.trace.reader import Trace
+    from kvassay.trace.render import summary, tables
+
+    opened = Trace.open(path)
+    if as_json:
+        click.echo(json.dumps(summary(opened), indent=1))
+    else:
+        Console().print(tables(opened), markup=False, highlight=False)
+
+
+@trace.command()
+@click.argument("path", type=folder)
+def verify(path: Path) -> None:
+    """Read every byte: hashes, shapes, finite values, token ids, block tables and their events."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from kvassay.errors import TraceError
+    from kvassay.trace.reader import Trace
+    from kvassay.trace.verify import verify as check
+
+    total = sum(entry.bytes for entry in Trace.open(path).header.shards.values())
+    with Progress(console=Console(stderr=True), disable=total < BIG, transient=True) as progress:
+        bar = progress.add_task("verifying", total=total)
+        report = check(path, lambda count: progress.advance(bar, count))
+    for problem in report.problems:
+        click.echo(problem)
+    if not report.ok:
+        raise TraceError(f"{path}: {len(report.problems)} problems found")
+    tables = ", ".join(report.overlays) or "none"
+    click.echo(f"{path}: sound; {report.shards} shards, {report.bytes} bytes; block tables: {tables}")
+
+
+@trace.command()
+@click.argument("path", type=folder)
+@click.option("--block-size", type=click.IntRange(min=1), required=True, help="Tokens per block.")
+@click.option("--name", help="Name of the overlay.  [default: block_<size>]")
+@click.option("--overwrite", is_flag=True, help="Replace an overlay of that name.")
+def reblock(path: Path, block_size: int, name: str | None, overwrite: bool) -> None:
+    """Lay contiguous block tables of another block size over a trace; its tensors stay as they are."""
+    from kvassay.trace.reader import Trace
+
+    click.echo(Trace.open(path).reblock(block_size, name, overwrite=overwrite))
+
+
+@trace.command()
+@click.argument("path", type=folder)
+@click.option("-o", "--output", type=folder, required=True, help="File to write.")
+def fingerprint(path: Path, output: Path) -> None:
+    """Write the recipe of a trace with its fingerprint: small enough to commit, enough to `reproduce`."""
+    from kvassay.trace.fingerprint import save_recipe
+    from kvassay.trace.reader import Trace
+
+    save_recipe(Trace.open(path), output)
+    click.echo(output)
+
+
+@trace.command()
+@click.argument("source", type=folder)
+@click.option("--tolerance", type=click.FloatRange(min=0), help="Allowed part of a tensor's norm.  [default: 0.001]")
+@click.option("--keep", type=folder, help="Keep the new recording here.")
+def reproduce(source: Path, tolerance: float | None, keep: Path | None) -> None:
+    """Record SOURCE (a trace or a recipe file) again, and compare fingerprints."""
+    from kvassay.errors import RecordError
+    from kvassay.record.transformers import rerecord
+    from kvassay.trace.fingerprint import TOLERANCE, compare, load_recipe
+    from kvassay.trace.fingerprint import fingerprint as take
+
+    header, expected = load_recipe(source)
+    limit = TOLERANCE if tolerance is None else tolerance
+    with tempfile.TemporaryDirectory(prefix="kvassay-") as scratch:
+        again = rerecord(header, keep if keep is not None else Path(scratch) / "again")
+        differences = compare(expected, take(again), limit)
+    for line in differences:
+        click.echo(line)
+    if differences:
+        raise RecordError(f"{source}: not reproduced: {len(differences)} differences beyond {limit:g}")
+    click.echo(f"{source}: reproduced within {limit:g}")

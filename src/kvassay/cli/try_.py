@@ -1,0 +1,57 @@
+"""`kvassay try`: policies on one model against the arms that always run, without writing a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from kvassay.cli.params import TokenCount
+
+
+@click.command("try")
+@click.argument("model", metavar="MODEL")
+@click.argument("policies", nargs=-1, required=True, metavar="POLICY...")
+@click.option("--budget", "budgets", multiple=True, default=["keep=0.25"], show_default=True, help="Repeatable.")
+@click.option("--context", default="2k", show_default=True, type=TokenCount(), help="Tokens per context, e.g. 4k.")
+@click.option("--workload", "workloads", multiple=True, default=["kv_short"], show_default=True, help="Repeatable.")
+@click.option("--contexts", default=4, show_default=True, type=click.IntRange(1), help="How many contexts.")
+@click.option("--questions", default=3, show_default=True, type=click.IntRange(1), help="Questions per context.")
+@click.option("--query-aware", is_flag=True, help="Let policies see the questions while compressing.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Seed of texts and policies.")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
+@click.option("--out", type=click.Path(path_type=Path), help="Run folder.  [default: one under runs/ by its settings]")
+def try_(
+    model: str,
+    policies: tuple[str, ...],
+    budgets: tuple[str, ...],
+    context: int,
+    workloads: tuple[str, ...],
+    contexts: int,
+    questions: int,
+    query_aware: bool,
+    seed: int,
+    device: str,
+    out: Path | None,
+) -> None:
+    """Try POLICY... on MODEL and print them beside the arms that always run.
+
+    POLICY is a name with parameters, "snapkv(window=32)", or a class of your own, my_policy.py:MyPolicy.
+    MODEL is an embedded name, a model folder or a Hugging Face id.
+    """
+    from kvassay.experiment.quick import quick_experiment
+    from kvassay.report.session import run_and_report
+
+    made = quick_experiment(
+        model,
+        policies,
+        budgets,
+        workloads=workloads,
+        length=context,
+        contexts=contexts,
+        questions=questions,
+        query_aware=query_aware,
+        seed=seed,
+        device=device,
+    )
+    run_and_report(made, "kvassay try", Path(), out)

@@ -1,0 +1,29 @@
+"""What a report says of an arm; kept with the results, so that no policy is imported to show them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ArmInfo:
+    """One arm in words."""
+
+    label: str
+    policy: str
+    """The card's name."""
+    budget: str | None
+    """Text form, as in the experiment file."""
+    exact: bool
+    """Exact attention over what is retained; False: values, keys or logits are approximated."""
+    approximates: tuple[str, ...]
+    reference: bool
+    """A yardstick that no engine could run."""
+    reconstruction: bool
+    """Not from the method's own text, or gaps were filled in."""
+    always_on: bool
+    """Runs beside every candidate."""
+    source: str
+    summary: str
+    gaps: tuple[str, ...] = ()
+    deviations: tuple[str, ...] = ()

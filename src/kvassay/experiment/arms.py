@@ -1,0 +1,104 @@
+"""The arms of an experiment: the always-on ones, then every candidate at every budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvassay.errors import ExperimentError, KvassayError
+from kvassay.experiment.arminfo import ArmInfo
+from kvassay.experiment.schema import Experiment
+from kvassay.measure.aggregate import DENSE
+from kvassay.policy.base import Policy
+from kvassay.policy.budget import Allowance, Budget, Protection
+from kvassay.policy.registry import parse
+from kvassay.replay.arms import Arm, always_on, grid
+
+T = TypeVar("T")
+
+
+def build_arms(experiment: Experiment, source: str, base: Path) -> list[Arm]:
+    """Every arm of the experiment, always-on arms first.
+
+    A candidate that is an always-on arm too appears once. Plug-in files are looked up from `base`.
+    Raises `ExperimentError`, naming `source` and the key, for an unknown policy, parameter or budget.
+    """
+    wanted = experiment.arms
+    budgets = [_named(f"{source}: [arms] budgets", Budget.parse, text) for text in wanted.budgets]
+    policies = [_named(f"{source}: [arms] policies", _parse_from(base), text) for text in wanted.policies]
+    protection = Protection(experiment.protection.sink, experiment.protection.recent)
+    shared = always_on(budgets, protection) if wanted.always_on else []
+    taken = {arm.label for arm in shared}
+    try:
+        own = [arm for policy in policies for arm in grid([policy], budgets, protection) if arm.label not in taken]
+    except KvassayError as error:
+        raise ExperimentError(f"{source}: [arms] {error}") from None
+    arms = [*shared, *own]
+    labels = [arm.label for arm in arms]
+    twice = sorted({label for label in labels if labels.count(label) > 1})
+    if twice:
+        raise ExperimentError(f"{source}: [arms] {', '.join(twice)}: listed twice")
+    if DENSE not in labels:
+        raise ExperimentError(
+            f"{source}: [arms] always_on is false, so policies must list '{DENSE}': arms are compared with it"
+        )
+    return arms
+
+
+def check_budgets(experiment: Experiment, arms: list[Arm], source: str) -> None:
+    """Refuse a budget that leaves nothing beside what is protected, at any length of the experiment."""
+    for number, workload in enumerate(experiment.workload):
+        for arm in arms:
+            try:
+                Allowance.resolve(arm.budget, workload.length, arm.protection)
+            except KvassayError as error:
+                place = f"[[workload]] {number + 1} ({workload.name}, {workload.length} tokens)"
+                raise ExperimentError(f"{source}: {place}, arm '{arm.label}': {error}") from None
+
+
+def describe_arms(arms: Sequence[Arm], experiment: Experiment) -> list[ArmInfo]:
+    """What the report needs to know of each arm."""
+    shared: set[str] = set()
+    if experiment.arms.always_on:
+        budgets = [Budget.parse(text) for text in experiment.arms.budgets]
+        shared = {arm.label for arm in always_on(budgets, Protection())}
+    return [_describe(arm, arm.label in shared) for arm in arms]
+
+
+def _describe(arm: Arm, always: bool) -> ArmInfo:
+    card = arm.policy.card
+    return ArmInfo(
+        label=arm.label,
+        policy=card.name,
+        budget=arm.budget.label if arm.budget is not None else None,
+        exact=card.exact,
+        approximates=tuple(sorted(str(item) for item in card.approximates)),
+        reference=card.reference,
+        reconstruction=card.reconstruction,
+        always_on=always,
+        source=card.source,
+        summary=card.summary,
+        gaps=card.gaps,
+        deviations=card.deviations,
+    )
+
+
+def _parse_from(base: Path) -> Callable[[str], Policy]:
+    """A parser that looks relative plug-in files up in `base`."""
+
+    def parse_here(text: str) -> Policy:
+        file, dot, rest = text.strip().partition(".py:")
+        if dot and not Path(file).expanduser().is_absolute():
+            return parse(f"{base / file}.py:{rest}")
+        return parse(text)
+
+    return parse_here
+
+
+def _named(place: str, call: Callable[[Any], T], argument: Any) -> T:
+    """Call, and say where in the file the argument stands if it is refused."""
+    try:
+        return call(argument)
+    except KvassayError as error:
+        raise ExperimentError(f"{place}: {error}") from None

@@ -1,0 +1,221 @@
+"""What an experiment asks for, before anything runs: contexts to record, units to replay, and their keys.
+
+A key is a hash of everything that decides the result, so a folder can be continued, extended by arms or
+workloads, or run again with changed code, and only what is new is computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvassay.errors import ExperimentError, LayoutError
+from kvassay.experiment.arms import build_arms, check_budgets
+from kvassay.experiment.code import recorder_code, replay_code
+from kvassay.experiment.schema import Experiment, Workload
+from kvassay.experiment.tokens import show_tokens
+from kvassay.layout.config import from_config
+from kvassay.policy.card import Card
+from kvassay.record.load import ModelIdentity
+from kvassay.record.options import RecordOptions
+from kvassay.replay.arms import Arm
+from kvassay.replay.protocol import Protocol
+from kvassay.trace.reader import Trace
+from kvassay.trace.schema import SCHEMA_VERSION
+from kvassay.workload.sample import Sample
+
+KEY_LENGTH = 16
+"""Hex digits of a key: 64 bits, ample for the units of one folder."""
+
+
+@dataclass(frozen=True)
+class TraceSet:
+    """One model on one `[[workload]]`: what one table of the report is about."""
+
+    model: str
+    """As the experiment file names it."""
+    workload: Workload
+
+    @property
+    def label(self) -> str:
+        """Short name, unique within an experiment: `kv_short 2k`, with what differs from the defaults."""
+        more = [f"{key}={value}" for key, value in self.workload.params.items()]
+        text = f"{self.workload.name} {show_tokens(self.workload.length)}" + (f" ({', '.join(more)})" if more else "")
+        return text + (" query-aware" if self.workload.query_aware else "")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One context with all arms: the unit of work, and of resuming."""
+
+    trace_set: TraceSet
+    index: int
+
+    @property
+    def title(self) -> str:
+        """One line for people."""
+        return f"{short_model(self.trace_set.model)}, {self.trace_set.label}, context {self.index + 1}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked experiment: everything that can be known without loading a model."""
+
+    experiment: Experiment
+    arms: tuple[Arm, ...]
+    units: tuple[Unit, ...]
+    protocol: Protocol
+    options: RecordOptions
+    code: str
+    """Hash of the code that replays these arms."""
+
+    @property
+    def trace_sets(self) -> tuple[TraceSet, ...]:
+        """Each model on each workload, in file order."""
+        return tuple(dict.fromkeys(unit.trace_set for unit in self.units))
+
+
+def make_plan(experiment: Experiment, source: str, base: Path) -> Plan:
+    """Check the experiment against models, workloads and policies, and say what is to be done.
+
+    `source` begins every error; `base` is where relative plug-in files lie. Raises `ExperimentError`.
+    """
+    arms = build_arms(experiment, source, base)
+    check_budgets(experiment, arms, source)
+    check_workloads(experiment, source)
+    check_lengths(experiment, source)
+    sets = [TraceSet(model, workload) for model in experiment.experiment.models for workload in experiment.workload]
+    labels = [(short_model(item.model), item.label) for item in sets]
+    for number, label in enumerate(labels):
+        if label in labels[:number]:
+            raise ExperimentError(f"{source}: '{label[0]}' on '{label[1]}' is asked for twice")
+    protocol = Protocol(
+        free_tokens=experiment.protocol.free_tokens,
+        block_size=experiment.protocol.block_size,
+        seed=experiment.experiment.seed,
+        allow_beyond_native=experiment.protocol.allow_beyond_native,
+    )
+    return Plan(
+        experiment=experiment,
+        arms=tuple(arms),
+        units=tuple(Unit(item, index) for item in sets for index in range(item.workload.contexts)),
+        protocol=protocol,
+        options=record_options(experiment, [arm.policy.card for arm in arms]),
+        code=replay_code(arm.policy for arm in arms),
+    )
+
+
+def record_options(experiment: Experiment, cards: Sequence[Card]) -> RecordOptions:
+    """The recording that these arms need; hidden-state taps only of the layers that cards ask for."""
+    taps = sorted({layer for card in cards for layer in card.taps})
+    return RecordOptions(
+        prefill_chunk=experiment.record.prefill_chunk,
+        q_tail=experiment.record.q_tail,
+        dtype=experiment.record.dtype,
+        taps=("hidden",) if taps else (),
+        tap_layers=tuple(taps) or None,
+        allow_beyond_native=experiment.protocol.allow_beyond_native,
+    )
+
+
+def check_workloads(experiment: Experiment, source: str) -> None:
+    """Refuse an unknown workload."""
+    from kvassay.errors import did_you_mean
+    from kvassay.workload import names
+
+    for number, workload in enumerate(experiment.workload):
+        if workload.name not in names():
+            hint = did_you_mean(workload.name, names())
+            raise ExperimentError(f"{source}: [[workload]] {number + 1}: no workload is called '{workload.name}'{hint}")
+
+
+def check_lengths(experiment: Experiment, source: str) -> None:
+    """Refuse contexts beyond a model's native length, and models whose cache is not supported.
+
+    A Hugging Face id that is not in the local cache yet is left to the recorder, which checks again.
+    """
+    for model in experiment.experiment.models:
+        try:
+            native = from_config(model if "~" not in model else str(Path(model).expanduser())).native_context
+        except LayoutError as error:
+            if "no such file, folder or cached model" in str(error) and model.count("/") == 1:
+                continue
+            raise ExperimentError(f"{source}: [experiment] models: {error}") from None
+        for number, workload in enumerate(experiment.workload):
+            if workload.length >= native and not experiment.protocol.allow_beyond_native:
+                raise ExperimentError(
+                    f"{source}: [[workload]] {number + 1}: length {workload.length} leaves no room for a question in "
+                    f"the native context of {model}, {native} tokens; shorten it or set [protocol] allow_beyond_native"
+                )
+
+
+def short_model(name: str) -> str:
+    """A model's name without the folders before it."""
+    return Path(name).expanduser().name if "/" in name else name
+
+
+def trace_folder(unit: Unit, identity: ModelIdentity, sample: Sample, options: RecordOptions) -> str:
+    """Name of the folder of a unit's trace: readable, and ending in the key of what it was recorded from.
+
+    The sample itself is hashed, not the recipe, so that a corrected workload is recorded anew.
+    """
+    key = _key(
+        {
+            "model": dataclasses.asdict(identity),
+            "sample": json.loads(sample.to_json()),
+            "options": dataclasses.asdict(options),
+            "schema": SCHEMA_VERSION,
+            "code": recorder_code(),
+        }
+    )
+    words = f"{short_model(unit.trace_set.model)}-{unit.trace_set.label}-{unit.index}"
+    return f"{re.sub(r'[^A-Za-z0-9.]+', '-', words).strip('-')}-{key}"
+
+
+def unit_key(trace: Trace, plan: Plan) -> str:
+    """Key of a unit: what was recorded, how it is replayed, under which arms, by which code."""
+    return _key(
+        {
+            "trace": trace_content(trace),
+            "arms": [_arm_key(arm) for arm in plan.arms],
+            "protocol": dataclasses.asdict(plan.protocol),
+            "device": plan.experiment.experiment.device,
+            "code": plan.code,
+            "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
+        }
+    )
+
+
+def trace_content(trace: Trace) -> str:
+    """sha256 of what a trace holds, whenever it was recorded: its header with the hashes of all shards."""
+    header = trace.header.model_dump(mode="json", exclude={"created"})
+    return _sha256(header)
+
+
+def _arm_key(arm: Arm) -> dict[str, Any]:
+    kind = type(arm.policy)
+    module = kind.__module__ if kind.__module__.startswith("kvassay.") else "plug-in"
+    return {
+        "label": arm.label,
+        "policy": f"{module}:{kind.__qualname__}",
+        "parameters": arm.policy.parameters,
+        "budget": arm.budget.label if arm.budget is not None else None,
+        "protection": dataclasses.asdict(arm.protection),
+        "prefill": str(arm.prefill),
+        "alone": arm.alone,
+    }
+
+
+def _key(parts: dict[str, Any]) -> str:
+    return _sha256(parts)[:KEY_LENGTH]
+
+
+def _sha256(parts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=False).encode()).hexdigest()

@@ -1,0 +1,190 @@
+"""Running an experiment into its folder: record what is missing, replay what is missing, put results together.
+
+Each unit (one context with all its arms) is written in one step when it is done, so a run may be killed at any
+moment; the same command continues and ends with the result of an uninterrupted run.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvassay.errors import ExperimentError
+from kvassay.experiment.arms import describe_arms
+from kvassay.experiment.collect import collect
+from kvassay.experiment.folder import MANIFEST, RESOLVED, RunFolder
+from kvassay.experiment.plan import Plan, Unit, trace_folder, unit_key
+from kvassay.experiment.progress import Listener, Silent
+from kvassay.experiment.provenance import commit, machine, now
+from kvassay.experiment.results import Results, dump_manifest, read_manifest
+from kvassay.experiment.rows import read_results, write_results
+from kvassay.experiment.toml import resolved_toml
+from kvassay.measure.result import BranchResult
+from kvassay.record.load import LoadedModel, load
+from kvassay.record.transformers import record_sample
+from kvassay.replay.arms import Arm
+from kvassay.replay.closed import replay_trace
+from kvassay.replay.protocol import Protocol
+from kvassay.trace.reader import Trace
+from kvassay.workload import build
+from kvassay.workload.sample import Sample
+
+Replay = Callable[[LoadedModel, Trace, Sequence[Arm], Protocol, Callable[[str], None]], list[BranchResult]]
+MANIFEST_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Done:
+    """A finished unit: where its rows and its trace are."""
+
+    unit: Unit
+    key: str
+    trace: str
+    """Name of the trace folder."""
+
+
+def run(plan: Plan, path: str | Path, listener: Listener | None = None, replay: Replay = replay_trace) -> Results:
+    """Run what is left of a plan in the folder `path` and return all its results.
+
+    Raises `ExperimentError` if another run holds the folder or it cannot be written; whatever is finished stays.
+    """
+    folder = RunFolder(path)
+    with folder.locked():
+        manifest = _start(folder, plan)
+        done: list[Done] = []
+        for model in dict.fromkeys(unit.trace_set.model for unit in plan.units):
+            units = [unit for unit in plan.units if unit.trace_set.model == model]
+            done += _run_model(model, units, plan, folder, listener or Silent(), replay, manifest)
+        manifest["units"] = [_about(item) for item in done]
+        manifest["finished"] = now()
+        collect(folder, plan, [(item.unit.trace_set, read_results(folder.unit(item.key))) for item in done], manifest)
+        folder.write_text(folder.path / MANIFEST, dump_manifest(manifest))
+    return Results.open(folder.path)
+
+
+def _start(folder: RunFolder, plan: Plan) -> dict[str, Any]:
+    """Write what is known before anything runs; the first start is kept when a run continues."""
+    about = plan.experiment.experiment
+    earlier = read_manifest(folder.path) if (folder.path / MANIFEST).is_file() else {}
+    manifest = {
+        "schema": MANIFEST_SCHEMA,
+        "name": about.name,
+        "started": earlier.get("started", now()),
+        "finished": None,
+        "machine": machine(about.device),
+        "commit": commit(),
+        "code_sha256": plan.code,
+        "protocol": asdict(plan.protocol),
+        "protection": plan.experiment.protection.model_dump(),
+        "arms": [asdict(info) for info in describe_arms(plan.arms, plan.experiment)],
+        "models": [],
+        "planned_units": len(plan.units),
+        "units": [],
+        "trace_sets": [],
+    }
+    folder.write_text(folder.path / RESOLVED, resolved_toml(plan.experiment))
+    folder.write_text(folder.path / MANIFEST, dump_manifest(manifest))
+    return manifest
+
+
+def _run_model(
+    model: str,
+    units: Sequence[Unit],
+    plan: Plan,
+    folder: RunFolder,
+    listener: Listener,
+    replay: Replay,
+    manifest: dict[str, Any],
+) -> list[Done]:
+    """All units of one model; the model is let go of before the next is loaded."""
+    listener.step(f"loading {model}")
+    loaded = load(model, device=plan.experiment.experiment.device)
+    manifest["models"].append(asdict(loaded.identity))
+    done = []
+    for unit in units:
+        listener.begin(unit.title)
+        item, found = _run_unit(loaded, unit, plan, folder, listener, replay)
+        done.append(item)
+        listener.end(found)
+    del loaded
+    gc.collect()
+    return done
+
+
+def _run_unit(
+    loaded: LoadedModel, unit: Unit, plan: Plan, folder: RunFolder, listener: Listener, replay: Replay
+) -> tuple[Done, bool]:
+    """One unit, and whether it was there already."""
+    sample = make_sample(loaded, unit, plan)
+    trace = _trace(loaded, unit, sample, plan, folder, listener)
+    key = unit_key(trace, plan)
+    done = Done(unit, key, trace.path.name)
+    if _readable(folder.unit(key)):
+        return done, True
+    rows = replay(loaded, trace, plan.arms, plan.protocol, listener.step)
+    _check_rows(rows, trace, plan)
+    notes = {"unit": key, "trace": trace.path.name, "code_sha256": plan.code}
+    folder.write(folder.unit(key), lambda path: write_results(rows, path, notes))
+    return done, False
+
+
+def make_sample(loaded: LoadedModel, unit: Unit, plan: Plan) -> Sample:
+    """The unit's context and questions."""
+    workload = unit.trace_set.workload
+    return build(
+        workload.name,
+        loaded.tokenizer,
+        workload.length,
+        seed=plan.experiment.experiment.seed,
+        index=unit.index,
+        questions=workload.questions,
+        query_aware=workload.query_aware,
+        **workload.params,
+    )
+
+
+def _trace(loaded: LoadedModel, unit: Unit, sample: Sample, plan: Plan, folder: RunFolder, listener: Listener) -> Trace:
+    """The unit's trace: recorded now, or by an earlier run."""
+    path = folder.traces / trace_folder(unit, loaded.identity, sample, plan.options)
+    if path.is_dir():
+        return Trace.open(path)
+
+    def say(done: int, total: int) -> None:
+        listener.step(f"recording {done}/{total} tokens")
+
+    return record_sample(loaded, sample, path, plan.options, say)
+
+
+def _readable(path: Path) -> bool:
+    """Whether a unit is there and whole; a damaged one is computed again."""
+    if not path.is_file():
+        return False
+    try:
+        return bool(read_results(path))
+    except ExperimentError:
+        return False
+
+
+def _check_rows(rows: Sequence[BranchResult], trace: Trace, plan: Plan) -> None:
+    """Refuse an incomplete answer of the replay rather than store it."""
+    wanted = {(branch, arm.label) for branch in range(len(trace.branches)) for arm in plan.arms}
+    found = [(row.branch, row.arm) for row in rows]
+    if set(found) != wanted or len(found) != len(wanted):
+        lacking = sorted(wanted - set(found))
+        raise ExperimentError(
+            f"{trace.path.name}: the replay gave {len(found)} rows for {len(wanted)} questions x arms"
+            + (f"; question {lacking[0][0]} under '{lacking[0][1]}' is missing" if lacking else "")
+        )
+
+
+def _about(item: Done) -> dict[str, Any]:
+    return {
+        "model": item.unit.trace_set.model,
+        "trace_set": item.unit.trace_set.label,
+        "context": item.unit.index,
+        "trace": item.trace,
+        "unit": item.key,
+    }

@@ -1,0 +1,103 @@
+"""Decode attention in place over paged slots on the CPU: nothing is gathered or repeated.
+
+One query token per lane; each (lane, KV head) walks its own list of physical slots, so ragged heads,
+evicted tokens and shared blocks cost nothing extra. Compiled once by numba and cached on disk.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numba import njit, prange
+from torch import Tensor
+
+
+@njit(parallel=True, fastmath=True, cache=True)  # type: ignore[misc]
+def _paged_decode(q, k, v, slots, first, count, scale, softcap, sinks, out):  # type: ignore[no-untyped-def] # pragma: no cover
+    lanes, kv_heads, group, k_dim = q.shape
+    v_dim = v.shape[-1]
+    block_size = k.shape[2]
+    for task in prange(lanes * kv_heads):
+        lane, head = task // kv_heads, task % kv_heads
+        start = first[lane, head]
+        n = count[lane, head] - start
+        score = np.empty((group, n), dtype=np.float32)
+        top = np.full(group, -np.inf, dtype=np.float32)
+        for t in range(n):
+            slot = slots[lane, head, start + t]
+            row = k[slot // block_size, head, slot % block_size]
+            for g in range(group):
+                query = q[lane, head, g]
+                dot = np.float32(0)
+                for d in range(k_dim):
+                    dot += query[d] * row[d]
+                dot *= scale
+                if softcap > 0:
+                    dot = np.float32(math.tanh(dot / softcap) * softcap)
+                score[g, t] = dot
+                top[g] = max(top[g], dot)
+        total = np.zeros(group, dtype=np.float32)
+        for g in range(group):
+            sink = sinks[head * group + g]
+            top[g] = max(top[g], sink)
+            total[g] = math.exp(sink - top[g])
+            for t in range(n):
+                weight = math.exp(score[g, t] - top[g])
+                score[g, t] = weight
+                total[g] += weight
+        for g in range(group):
+            for d in range(v_dim):
+                out[lane, head, g, d] = 0
+        for t in range(n):
+            slot = slots[lane, head, start + t]
+            row = v[slot // block_size, head, slot % block_size]
+            for g in range(group):
+                weight = score[g, t]
+                target = out[lane, head, g]
+                for d in range(v_dim):
+                    target[d] += weight * row[d]
+        for g in range(group):
+            inverse = np.float32(1) / total[g]
+            for d in range(v_dim):
+                out[lane, head, g, d] *= inverse
+
+
+def paged_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    first: Tensor,
+    count: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of one query token per lane over its own slots.
+
+    q: float32 [lanes, q_heads, k_dim]; k, v: float32 [blocks, kv_heads, block_size, dim], any strides but
+    a contiguous last dimension; slots: int32 [lanes, kv_heads, capacity], physical; entries `first` (int32
+    [lanes, kv_heads]) to `count` are read; sinks: float [q_heads] logits without a value, or None.
+    Returns float32 [lanes, q_heads, v_dim].
+    """
+    lanes, q_heads, k_dim = q.shape
+    kv_heads = k.shape[1]
+    grouped = q.reshape(lanes, kv_heads, q_heads // kv_heads, k_dim).contiguous()
+    out = torch.empty(lanes, kv_heads, q_heads // kv_heads, v.shape[-1])
+    no_sinks = np.full(q_heads, -np.inf, dtype=np.float32)
+    _paged_decode(
+        grouped.numpy(),
+        k.numpy(),
+        v.numpy(),
+        slots.numpy(),
+        first.numpy(),
+        count.numpy(),
+        np.float32(scale),
+        np.float32(softcap or 0.0),
+        no_sinks if sinks is None else sinks.float().numpy(),
+        out.numpy(),
+    )
+    return out.view(lanes, q_heads, v.shape[-1])

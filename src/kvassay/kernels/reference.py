@@ -1,0 +1,95 @@
+"""Attention over retained tokens in plain torch: the oracle, right in any float dtype.
+
+Keys and values come as [kv_heads, tokens, dim]; the query heads of a KV head are taken as query rows, so
+nothing is repeated. Visibility is by true position, never by index: evicted tokens are simply not there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvassay.cache.data import Stored
+
+
+def visible(
+    data: Stored,
+    positions: Tensor,
+    q_heads: int,
+    *,
+    window: int | None = None,
+    allowed: Tensor | None = None,
+) -> Tensor:
+    """What queries at true `positions` [queries] may read: bool [kv_heads or q_heads, queries, tokens].
+
+    window: visible tokens, the query's own included
+    allowed: bool [queries, q_heads, tokens], a selection; the query's own token is always visible.
+        With it the result has q_heads rows, else one row per KV head.
+    """
+    distance = positions[None, :, None] - data.positions[:, None]
+    seen = (distance >= 0) & data.alive[:, None]
+    if window is not None:
+        seen &= distance < window
+    if allowed is None:
+        return seen
+    group = q_heads // data.positions.shape[0]
+    own = (distance == 0).repeat_interleave(group, dim=0)
+    return seen.repeat_interleave(group, dim=0) & (allowed.transpose(0, 1) | own)
+
+
+def attend(
+    q: Tensor,
+    data: Stored,
+    seen: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention of q [q_heads, queries, k_dim] over what `seen` (see `visible`) lets it read.
+
+    sinks: float [q_heads], a learned logit per head that takes mass and has no value
+    Returns [q_heads, queries, v_dim] in q's dtype.
+    """
+    weights = attention_weights(q, data, seen, scale=scale, softcap=softcap, sinks=sinks)
+    rows = weights.view(data.positions.shape[0], -1, weights.shape[-1])
+    widths = [v.shape[1] for _, v in data.parts]
+    out = sum(
+        torch.matmul(w, _clean(v, a, data.complete).to(q.dtype))
+        for w, (_, v), a in zip(rows.split(widths, dim=-1), data.parts, data.alive.split(widths, dim=1), strict=True)
+    )
+    assert isinstance(out, Tensor)
+    return out.view(q.shape[0], q.shape[1], -1)
+
+
+def attention_weights(
+    q: Tensor,
+    data: Stored,
+    seen: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention probabilities [q_heads, queries, tokens]; with sinks a row sums to less than 1."""
+    kv_heads, tokens = data.positions.shape
+    q_heads, queries = q.shape[0], q.shape[1]
+    rows = q.reshape(kv_heads, -1, q.shape[-1])
+    keys = [k.to(q.dtype) for k, _ in data.parts]
+    logits = torch.cat([torch.matmul(rows, k.transpose(1, 2)) for k in keys], dim=-1) * scale
+    if softcap:
+        logits = torch.tanh(logits / softcap) * softcap
+    if data.bias is not None:
+        logits = logits + data.bias.to(q.dtype)[:, None]
+    logits = logits.view(kv_heads, q_heads // kv_heads, queries, tokens)
+    per_group = seen.view(kv_heads, -1, queries, tokens)
+    logits = logits.masked_fill(~per_group, float("-inf")).view(q_heads, queries, tokens)
+    if sinks is None:
+        return torch.softmax(logits, dim=-1)
+    extra = sinks.to(q.dtype)[:, None, None].expand(-1, queries, 1)
+    return torch.softmax(torch.cat([logits, extra], dim=-1), dim=-1)[..., :-1]
+
+
+def _clean(v: Tensor, alive: Tensor, complete: bool) -> Tensor:
+    """Values with padding zeroed: a weight of 0 does not hide a NaN in memory nobody wrote."""
+    return v if complete else v.masked_fill(~alive[..., None], 0)

@@ -1,0 +1,83 @@
+"""MLA families: one latent vector per token and layer, whatever the number of heads.
+
+`num_key_value_heads` in these files is not the cache's head count. DeepSeek-V3.2 and GLM-5 also keep
+index keys and read only `index_topk` tokens; every token stays in the cache.
+"""
+
+from __future__ import annotations
+
+from kvassay.errors import UnsupportedModel
+from kvassay.layout.families.base import FULL, Family, layer_types, rope, trim, yarn_scale
+from kvassay.layout.model import All, Component, IndexKeys, Latent, Layer, TopK
+from kvassay.layout.raw import Raw
+
+INDEXED = "indexed_attention"
+_INDEXER = {"F": "full", "S": "shared"}
+
+
+def _mla_layer(raw: Raw, index: int, component: Component) -> Layer:
+    rotary = raw.integer("qk_rope_head_dim")
+    return Layer(
+        index=index,
+        q_heads=raw.integer("num_attention_heads"),
+        components=(component,),
+        scale=yarn_scale(raw, raw.integer("qk_nope_head_dim") + rotary),
+        rope=rope(raw, rotary, whole=True, interleaved=raw.flag("rope_interleave", True)),
+    )
+
+
+def _latent(raw: Raw) -> Latent:
+    return Latent(raw.integer("kv_lora_rank"), raw.integer("qk_rope_head_dim"))
+
+
+def read_mistral4(raw: Raw) -> tuple[Layer, ...]:
+    """Plain MLA: every layer reads every token."""
+    types = layer_types(raw, {FULL}, lambda _: FULL)
+    return tuple(_mla_layer(raw, index, Component(_latent(raw), All())) for index in range(len(types)))
+
+
+def read_deepseek_v32(raw: Raw) -> tuple[Layer, ...]:
+    """MLA with an indexer, and so index keys, on every layer."""
+    types = layer_types(raw, {INDEXED}, lambda _: INDEXED)
+    return _indexed(raw, ["full"] * len(types))
+
+
+def read_glm_moe_dsa(raw: Raw) -> tuple[Layer, ...]:
+    """MLA where only some layers run the indexer; the others reuse the choice of the last one that did.
+
+    The schedule is `indexer_types`, or a pattern string, or frequency and offset (GLM-5 and 5.1: every layer).
+    """
+    layer_types(raw, {INDEXED}, lambda _: INDEXED)
+    count = raw.integer("num_hidden_layers")
+    pattern = raw.data.get("index_topk_pattern")
+    if raw.has("indexer_types"):
+        modes = raw.items("indexer_types")
+    elif isinstance(pattern, str):
+        modes = [_INDEXER.get(mark, mark) for mark in pattern]
+    elif pattern is not None:
+        modes = raw.items("index_topk_pattern")
+    else:
+        frequency = raw.integer("index_topk_freq", 1)
+        offset = raw.integer("index_skip_topk_offset", 2, minimum=0)
+        modes = ["shared" if max(i - offset + 1, 0) % frequency else "full" for i in range(count)]
+    return _indexed(raw, trim(raw, "indexer_types", modes))
+
+
+def _indexed(raw: Raw, modes: list[str]) -> tuple[Layer, ...]:
+    """Return MLA layers that read a top-k; those of mode `shared` hold no index keys."""
+    unknown = sorted({str(mode) for mode in modes} - {"full", "shared"})
+    if unknown or modes[0] != "full":
+        wrong = unknown[0] if unknown else f"{modes[0]} on layer 0"
+        raise UnsupportedModel(f"{raw.name}: indexer type '{wrong}' (allowed: full, shared; layer 0 must be full)")
+    keys, top = IndexKeys(raw.integer("index_head_dim")), TopK(raw.integer("index_topk"))
+    return tuple(
+        _mla_layer(raw, index, Component(_latent(raw), top, keys if mode == "full" else None))
+        for index, mode in enumerate(modes)
+    )
+
+
+FAMILIES = {
+    "mistral4": Family(read_mistral4),
+    "deepseek_v32": Family(read_deepseek_v32),
+    "glm_moe_dsa": Family(read_glm_moe_dsa),
+}

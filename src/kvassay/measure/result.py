@@ -1,0 +1,96 @@
+"""The record of one question under one arm: every number with its unit, denominator and direction.
+
+One `BranchResult` is written for each (trace, branch, arm) of a closed-loop replay. Nothing here is an
+average over questions; averages, intervals and comparisons are made from these rows. All numbers are
+measured unless the field says otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+RECLAIM_MODES = ("whole_block", "per_layer_tables", "per_head_tables", "slot_reuse", "compaction")
+
+
+@dataclass(frozen=True)
+class BranchResult:
+    """One question asked of one compressed context."""
+
+    trace: str
+    """Name of the trace folder (one context)."""
+    workload: str
+    branch: int
+    """Ordinal of the question within its context."""
+    arm: str
+    """Label of the arm: policy, parameters, budget, prefill mode."""
+    query_aware: bool
+    """Whether the question was visible when the cache was compressed."""
+
+    context_tokens: int
+    question_tokens: int
+    answer_tokens: int
+
+    # Teacher-forced: the recorded answer is fed, whatever the arm would have said.
+    nll: float
+    """Mean negative log-likelihood of the scored answer tokens, nats per token; lower is better."""
+    top1: float
+    """Fraction of scored answer tokens that are the arm's most likely token; higher is better."""
+    kl: float
+    """Mean KL(dense || arm) over scored answer tokens, nats per token; lower is better; 0 for dense."""
+    agree: float
+    """Fraction of scored answer tokens where the arm's top-1 token is dense's; higher is better."""
+
+    # Free-running: greedy decoding from the question on.
+    task: float
+    """Task score in [0, 1] of the generated text; higher is better."""
+    divergence: int | None
+    """First generated token that differs from dense's, None if none does."""
+    generated: str
+    """The generated text."""
+    generated_tokens: int
+
+    # How much, never one number. Bytes at the layout's kv_dtype; encoded data as really held.
+    retained_bytes: float
+    """Bytes held for the whole model after the last answer token: K, V, encoded data, metadata, padding,
+    side data and policy state; window-bounded layers included."""
+    retained_fraction: float
+    """`retained_bytes` / dense's at the same moment; lower is better."""
+    retained_bytes_scope: float
+    """The same over the layers the policy may act on."""
+    retained_fraction_scope: float
+    peak_bytes: float
+    """Most bytes held after any teacher-forced step (the dense context before compression excluded)."""
+    selected_tokens: float
+    """Mean tokens read per KV head and scoped layer in a decode step, of those visible to dense (tokens)."""
+
+    blocks_total: int
+    """Blocks the context holds before compression in the shared tables of the KV cache groups that no window
+    bounds (as vLLM plans them); window-bounded groups hold a bounded number beside, which no policy here frees."""
+    blocks_freed: dict[str, float] = field(default_factory=dict)
+    """Blocks freed after compressing the context, as sole owner, by reclaim mode (`RECLAIM_MODES`); finer
+    modes are given as the equivalent number of shared-table blocks. Higher is better."""
+
+    read_bytes: float = 0.0
+    """KV read traffic of one decoded token, mean over the teacher-forced tokens after the context: K, V, side
+    data, metadata and scoring scan, bytes."""
+    read_fraction: float = 0.0
+    """`read_bytes` / dense's for the same token; lower is better."""
+    policy_bytes: float = 0.0
+    """Bytes touched once by the policy to score and edit the context (not per token)."""
+    policy_seconds: float = 0.0
+    """Wall seconds the policy and the cache spent on scoring and editing the context, on this machine."""
+
+
+@dataclass(frozen=True)
+class LayerFidelity:
+    """Open loop: one layer of one branch under one arm, against dense on the same recorded queries."""
+
+    trace: str
+    workload: str
+    branch: int
+    arm: str
+    layer: int
+    output_error: float
+    """||arm - dense|| / ||dense|| of the attention output over the branch's queries; lower is better."""
+    retained_mass: float
+    """Dense attention mass on the tokens the arm may read, mean over queries and heads, in [0, 1]."""

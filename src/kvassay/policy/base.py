@@ -1,0 +1,174 @@
+"""The policy contract: a frozen dataclass of parameters that is given views and answers with data.
+
+A policy writes one or two of these methods; the base supplies the rest. A scorer alone is a complete
+eviction policy: `decide` keeps the protected tokens and the best of the others, per KV head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from kvassay.cache.edits import KEEP_ALL, Decision, Evict
+from kvassay.errors import PolicyError
+from kvassay.policy.budget import Allowance
+from kvassay.policy.card import Card
+from kvassay.policy.readset import ReadSet
+from kvassay.policy.views import BlockView, CacheView, LayerView, StepView
+
+State = Mapping[str, Tensor]
+"""What a policy carries from step to step. Functional: return a new mapping, never write into a tensor.
+That makes `fork` and `rollback` free; its bytes are counted."""
+
+EMPTY: State = {}
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """What `fit` learned offline: tensors only, with the sha256 of the text it was fitted on."""
+
+    tensors: Mapping[str, Tensor]
+    source_sha256: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+
+class Calibration(Protocol):
+    """What offline methods may learn from: recorded layers of calibration text, never the test's."""
+
+    sha256: str
+
+    def layers(self) -> Iterable[tuple[int, LayerView]]:
+        """Each layer's view over the calibration tokens."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the replay keeps for a policy: its state, its artefact and a seeded random generator."""
+
+    state: State = field(default_factory=dict)
+    artefact: Artefact | None = None
+    rng: torch.Generator | None = None
+
+    def generator(self) -> torch.Generator:
+        """The seeded generator."""
+        if self.rng is None:
+            raise PolicyError("this replay gave the policy no random generator")
+        return self.rng
+
+
+class Policy:
+    """Base class; subclass it as ``@dataclass(frozen=True)`` with a class attribute `card`."""
+
+    card: ClassVar[Card]
+
+    def fit(self, source: Calibration) -> Artefact:
+        """Learn an artefact offline; only for policies whose card says `When.OFFLINE`."""
+        raise PolicyError(f"policy '{self.card.name}' has nothing to fit")
+
+    def observe(self, state: State, step: StepView) -> State:
+        """Carry what must be carried from step to step; the default carries nothing."""
+        return state
+
+    def score(self, layer: LayerView, memory: Memory) -> Tensor:
+        """Importance float [kv_heads, tokens] of a layer's tokens; higher is kept."""
+        raise PolicyError(f"policy '{self.card.name}' has no score")
+
+    def decide(self, cache: CacheView, scores: Mapping[int, Tensor], memory: Memory, budget: Allowance) -> Decision:
+        """Edits for all layers at once, from their scores; the default keeps the protected top-k."""
+        return Decision(
+            {
+                index: [Evict(protected_top_k(scores[index], layer, budget.tokens))]
+                for index, layer in cache.layers.items()
+                if index in scores and layer.tokens > budget.tokens
+            }
+        )
+
+    def summarize(self, block: BlockView) -> Mapping[str, Tensor]:
+        """Packed side data [blocks, kv_heads, ...] of blocks that have just filled."""
+        return {}
+
+    def read(
+        self, layer: LayerView, query: Tensor, memory: Memory, budget: Allowance, previous: ReadSet | None
+    ) -> ReadSet | None:
+        """What `query` [q_heads, queries, dim] may read of a layer; None reads all that is retained."""
+        return None
+
+    # What the subclass wrote decides what the replay asks.
+
+    @property
+    def writes_score(self) -> bool:
+        """True if the subclass has a scorer of its own."""
+        return type(self).score is not Policy.score
+
+    @property
+    def writes_decide(self) -> bool:
+        """True if the policy edits the cache (it has a scorer or a `decide` of its own)."""
+        return self.writes_score or type(self).decide is not Policy.decide
+
+    @property
+    def writes_read(self) -> bool:
+        """True if the policy selects what a query reads."""
+        return type(self).read is not Policy.read
+
+    @property
+    def writes_observe(self) -> bool:
+        """True if the policy carries state from step to step."""
+        return type(self).observe is not Policy.observe
+
+    @property
+    def writes_summarize(self) -> bool:
+        """True if the policy keeps side data per full block."""
+        return type(self).summarize is not Policy.summarize
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The dataclass fields and their values."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+
+    @property
+    def label(self) -> str:
+        """Name, with the parameters that differ from their defaults."""
+        changed = [
+            f"{f.name}={getattr(self, f.name)}"
+            for f in fields(self)  # type: ignore[arg-type]
+            if getattr(self, f.name) != f.default
+        ]
+        return self.card.name + (f"({', '.join(changed)})" if changed else "")
+
+
+def protected_top_k(score: Tensor, layer: LayerView, keep: int) -> Tensor:
+    """Keep mask bool [kv_heads, tokens]: the protected tokens, then the highest scores, `keep` per head.
+
+    Ties go to the earlier token, so that a replay is deterministic.
+    """
+    return top_k_mask(score, layer.alive, layer.protected, keep)
+
+
+def top_k_mask(score: Tensor, alive: Tensor, forced: Tensor, keep: int) -> Tensor:
+    """The `keep` highest of `alive` per row, `forced` ones first; bool of the same shape."""
+    if score.shape != alive.shape:
+        raise PolicyError(f"scores of shape {list(score.shape)}, expected {list(alive.shape)} [kv_heads, tokens]")
+    if not bool(torch.isfinite(score[alive]).all()):
+        raise PolicyError("scores hold NaN or infinity; the score of every live token must be finite")
+    order = score.masked_fill(forced, torch.inf).masked_fill(~alive, -torch.inf)
+    best = torch.sort(order, dim=-1, descending=True, stable=True).indices[:, :keep]
+    mask = torch.zeros_like(alive).scatter_(-1, best, True)
+    return mask & alive
+
+
+@runtime_checkable
+class PolicyLike(Protocol):
+    """What the registry accepts from a third party: a frozen dataclass type with a card."""
+
+    card: ClassVar[Card]
+
+
+NOTHING = KEEP_ALL

@@ -1,0 +1,109 @@
+"""A policy's card: what it does, needs and approximates, declared once and enforced by the replay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvassay.errors import PolicyError
+
+
+class Effect(StrEnum):
+    """What a policy does to the cache."""
+
+    NONE = "none"
+    EVICT = "evict"
+    SELECT = "select"
+    MERGE = "merge"
+    QUANTIZE = "quantize"
+    LOW_RANK = "low_rank"
+
+
+class When(StrEnum):
+    """When a policy is asked to decide or observe."""
+
+    AFTER_PREFILL = "after_prefill"
+    EVERY_STEP = "every_step"
+    EVERY_N = "every_n"
+    """Every `interval` generated tokens; the policy has a field of that name."""
+    BLOCK_FULL = "block_full"
+    """`summarize` is called for every block that fills."""
+    OFFLINE = "offline"
+    """`fit` runs before the replay, on text disjoint from the test."""
+
+
+class Evidence(StrEnum):
+    """What a view may offer; touching anything that the card does not declare is an error."""
+
+    KEYS = "keys"
+    KEYS_UNROTATED = "keys_unrotated"
+    VALUES = "values"
+    QUERIES = "queries"
+    """Post-RoPE queries of the last recorded prompt positions."""
+    QUERY = "query"
+    """This step's query (select policies)."""
+    ATTENTION = "attention"
+    """Attention rows of the last queries over the cached keys, causal."""
+    HIDDEN = "hidden"
+    """Hidden-state taps: a decoder layer's output for the newest tokens."""
+    FUTURE_QUERIES = "future_queries"
+    """Queries recorded after the decision: only the declared `hindsight` reference may ask."""
+
+
+class Approximates(StrEnum):
+    """What of the retained state is no longer what the model wrote."""
+
+    VALUES = "values"
+    KEYS = "keys"
+    LOGITS = "logits"
+
+
+class Prefill(StrEnum):
+    """Whether arms fork one dense prefill, or the method changes what prefill reads."""
+
+    SHARED_DENSE = "shared_dense"
+    OWN = "own"
+
+
+@dataclass(frozen=True)
+class Card:
+    """A policy's declaration. `approximates` empty means exact attention over what is retained."""
+
+    name: str
+    effects: frozenset[Effect]
+    source: str
+    """Paper section, thread or code the method is from."""
+    summary: str
+    when: frozenset[When] = frozenset({When.AFTER_PREFILL})
+    unit: str = "token"
+    evidence: frozenset[Evidence] = frozenset()
+    acts_on: frozenset[str] = frozenset({"full"})
+    """Layer kinds the method may touch; window-bounded layers are left alone unless named here."""
+    approximates: frozenset[Approximates] = frozenset()
+    prefill: Prefill = Prefill.SHARED_DENSE
+    budgets: frozenset[str] = frozenset({"keep_tokens"})
+    """Budget units the method can honour; empty for methods whose size is a parameter (dense, fp8, kivi)."""
+    taps: frozenset[int] = frozenset()
+    reference: bool = False
+    """A yardstick that no engine could run (it sees the future, or scans all keys), not a candidate."""
+    reconstruction: bool = False
+    gaps: tuple[str, ...] = ()
+    """What the source leaves unsaid and we filled in; only with `reconstruction=True`."""
+    deviations: tuple[str, ...] = ()
+    """Where we knowingly depart from the published method, and why."""
+
+    def __post_init__(self) -> None:
+        if self.gaps and not self.reconstruction:
+            raise PolicyError(f"card '{self.name}': gaps are listed, so reconstruction must be true")
+        if Evidence.FUTURE_QUERIES in self.evidence and not self.reference:
+            raise PolicyError(f"card '{self.name}': only a reference may ask for future queries")
+
+    @property
+    def per_step(self) -> bool:
+        """True if the replay must feed this policy one token at a time."""
+        return bool(self.when & {When.EVERY_STEP, When.EVERY_N, When.BLOCK_FULL}) or (Effect.SELECT in self.effects)
+
+    @property
+    def exact(self) -> bool:
+        """True if attention over what is retained is exact."""
+        return not self.approximates

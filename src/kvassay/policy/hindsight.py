@@ -1,0 +1,49 @@
+"""Reference for eviction: keep what the recorded future really attends to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvassay.policy.base import Memory, Policy
+from kvassay.policy.card import Card, Effect, Evidence
+from kvassay.policy.checks import at_least
+from kvassay.policy.views import LayerView, Queries
+
+
+@dataclass(frozen=True)
+class Hindsight(Policy):
+    """Score = attention mass that all future recorded queries put on a token, summed over its query heads.
+
+    chunk: future queries per pass over the keys; bounds memory only
+    """
+
+    chunk: int = 128
+
+    card: ClassVar[Card] = Card(
+        name="hindsight",
+        effects=frozenset({Effect.EVICT}),
+        source="reference arm",
+        summary="keeps what the future queries attend to; no engine can run this",
+        evidence=frozenset({Evidence.KEYS, Evidence.FUTURE_QUERIES}),
+        reference=True,
+        deviations=(
+            "each future row is normalised over the compressed context alone: tokens that come later are not in it",
+            "blind to values: a reference for scorers of attention mass, not a bound on quality",
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        at_least(self, chunk=1)
+
+    def score(self, layer: LayerView, memory: Memory) -> Tensor:
+        """Summed attention: [kv_heads, tokens]."""
+        keys, future = layer.keys, layer.future_queries()
+        total = keys.new_zeros(keys.shape[:2])
+        for start in range(0, len(future.positions), self.chunk):
+            part = slice(start, start + self.chunk)
+            rows = layer.attend(Queries(future.q[:, part], future.positions[part]))
+            total += layer.group_sum(rows.sum(1))
+        return total

@@ -1,0 +1,197 @@
+"""Policies by name: the built-in ones, installed plug-ins, and classes in a file.
+
+A name is ``snapkv``, the entry-point name of an installed package (group ``kvassay.policies``), or
+``path/to/file.py:ClassName``; ``~flipped``, ``~shuffled`` or ``~merge-off`` after it asks for a control twin.
+Looking a name up imports that policy alone, and `names()` imports none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import re
+import sys
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+
+from kvassay.errors import PolicyError, did_you_mean
+
+if TYPE_CHECKING:
+    from kvassay.policy.base import Policy
+
+GROUP = "kvassay.policies"
+
+BUILT_IN = {
+    "dense": "dense:Dense",
+    "random": "random:Random",
+    "recency": "recency:Recency",
+    "streaming": "streaming:Streaming",
+    "snapkv": "snapkv:SnapKV",
+    "keydiff": "keydiff:KeyDiff",
+    "tova": "tova:Tova",
+    "knorm": "knorm:KeyNorm",
+    "paged-eviction": "paged_eviction:PagedEviction",
+    "quest": "quest:Quest",
+    "exact_mass": "exact_mass:ExactMass",
+    "hindsight": "hindsight:Hindsight",
+    "kivi": "kivi:Kivi",
+    "fp8": "fp8:Fp8",
+    "svd": "svd:Svd",
+    "nearest-merge": "merge:NearestMerge",
+}
+
+
+def names() -> list[str]:
+    """Every name that needs no path: built-in ones in their order, then plug-ins sorted; nothing is imported."""
+    return [*BUILT_IN, *sorted(_plugins())]
+
+
+def get(name: str) -> type[Policy]:
+    """The policy class of a name; `PolicyError` on one line if there is none or it is not a policy."""
+    base, *kinds = name.split("~")
+    found = _resolve(base)
+    for kind in kinds:
+        from kvassay.policy.twins import twin
+
+        found = twin(found, kind)
+    return found
+
+
+def make(name: str, **parameters: object) -> Policy:
+    """A policy with parameters; text is converted to the type of the field it is for."""
+    found = get(name)
+    hints = get_type_hints(found)
+    known = {f.name: hints[f.name] for f in dataclasses.fields(found)}  # type: ignore[arg-type]
+    for key in parameters:
+        if key not in known:
+            hint = did_you_mean(key, known) if known else " (it has none)"
+            raise PolicyError(f"policy '{found.card.name}' has no parameter '{key}'{hint}")
+    try:
+        return found(**{k: _coerce(found.card.name, k, v, known[k]) for k, v in parameters.items()})
+    except TypeError as error:
+        raise PolicyError(f"policy '{found.card.name}': {error}") from None
+
+
+def parse(text: str) -> Policy:
+    """A policy from ``snapkv`` or ``snapkv(window=32, kernel=7)``: the inverse of a policy's label."""
+    match = re.fullmatch(r"\s*([^()]+?)\s*(?:\((.*)\))?\s*", text)
+    if not match:
+        raise PolicyError(f"policy '{text}' is not of the form name or name(parameter=value, ...)")
+    parameters: dict[str, object] = {}
+    for part in filter(None, (p.strip() for p in (match.group(2) or "").split(","))):
+        key, equals, value = (p.strip() for p in part.partition("="))
+        if not equals or not key or not value:
+            raise PolicyError(f"policy '{text}': '{part}' is not of the form parameter=value")
+        if key in parameters:
+            raise PolicyError(f"policy '{text}': parameter '{key}' is given twice")
+        parameters[key] = value.strip("'\"")
+    return make(match.group(1), **parameters)
+
+
+def _resolve(name: str) -> type[Policy]:
+    if ".py:" in name:
+        return _from_file(*name.rsplit(":", 1))
+    plugins = _plugins()
+    if name in BUILT_IN:
+        module, attribute = BUILT_IN[name].split(":")
+        found: type[Policy] = getattr(importlib.import_module(f"kvassay.policy.{module}"), attribute)
+        return found
+    if name not in plugins:
+        raise PolicyError(f"unknown policy '{name}'{did_you_mean(name, names())}")
+    return _from_entry_point(plugins[name])
+
+
+def _plugins() -> dict[str, EntryPoint]:
+    """Installed entry points by name; `PolicyError` where two share a name or one takes a built-in's."""
+    found: dict[str, EntryPoint] = {}
+    for point in entry_points(group=GROUP):
+        if point.name in BUILT_IN or (point.name in found and found[point.name].value != point.value):
+            owner = "the built-in policy" if point.name in BUILT_IN else f"'{found[point.name].value}'"
+            raise PolicyError(
+                f"entry point '{point.name} = {point.value}' ({GROUP}) takes the name of {owner}; rename it"
+            )
+        found[point.name] = point
+    return found
+
+
+def _from_entry_point(point: EntryPoint) -> type[Policy]:
+    where = f"policy '{point.name}' (entry point {point.value})"
+    try:
+        loaded = point.load()
+    except Exception as error:
+        raise PolicyError(f"{where} cannot be loaded: {_line(error)}") from error
+    found = _checked(loaded, where)
+    if found.card.name != point.name:
+        raise PolicyError(f"{where}: its card is named '{found.card.name}'; card and entry point must agree")
+    return found
+
+
+def _from_file(path: str, attribute: str) -> type[Policy]:
+    """A class of a Python file, which is run once per path, so that the class keeps its identity."""
+    file, where = Path(path).expanduser().resolve(), f"policy '{path}:{attribute}'"
+    if not file.is_file():
+        raise PolicyError(f"{where}: there is no file {file}")
+    name = "kvassay_plugin_" + re.sub(r"\W", "_", str(file))
+    if name not in sys.modules:
+        _import_file(name, file, where)
+    module = sys.modules[name]
+    if not hasattr(module, attribute):
+        classes = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == name]
+        raise PolicyError(f"{where}: no class '{attribute}' in the file{did_you_mean(attribute, classes)}")
+    return _checked(getattr(module, attribute), where)
+
+
+def _import_file(name: str, file: Path, where: str) -> None:
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise PolicyError(f"{where}: {file} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their own module up while they are made
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise PolicyError(f"{where}: importing the file failed: {_line(error)}") from error
+
+
+def _checked(found: Any, where: str) -> type[Policy]:
+    """The class itself, if it is a policy: a frozen dataclass, derived from Policy, with a card."""
+    from kvassay.policy.base import Policy
+    from kvassay.policy.card import Card
+
+    if not (isinstance(found, type) and issubclass(found, Policy)):
+        raise PolicyError(f"{where} is not a subclass of kvassay.policy.base.Policy")
+    options = vars(found).get("__dataclass_params__")
+    if options is None or not options.frozen:
+        raise PolicyError(f"{where} is not a frozen dataclass; put @dataclass(frozen=True) above the class")
+    if not isinstance(getattr(found, "card", None), Card):
+        raise PolicyError(f"{where} has no card; add `card: ClassVar[Card] = Card(...)` to the class")
+    return found
+
+
+def _coerce(policy: str, key: str, value: object, wanted: Any) -> object:
+    """`value` as the annotated type: int, float, bool, str or a Literal of texts."""
+    if get_origin(wanted) is Literal:
+        if value not in get_args(wanted):
+            allowed = ", ".join(map(repr, get_args(wanted)))
+            raise PolicyError(f"policy '{policy}': parameter {key}={value!r} is not one of {allowed}")
+        return value
+    kind = getattr(wanted, "__name__", str(wanted))
+    try:
+        if wanted is bool:
+            return value if isinstance(value, bool) else {"true": True, "false": False}[str(value).lower()]
+        if wanted in (int, float):
+            if isinstance(value, bool) or (wanted is int and isinstance(value, float) and value != int(value)):
+                raise ValueError
+            return wanted(value)
+    except (ValueError, KeyError, TypeError):
+        raise PolicyError(f"policy '{policy}': parameter {key}={value!r} is not of type {kind}") from None
+    return value
+
+
+def _line(error: Exception) -> str:
+    """An exception on one line."""
+    first = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {first[0]}" if first else type(error).__name__

@@ -1,0 +1,249 @@
+"""Read-only views: all that a policy ever sees of a cache.
+
+A view shows positions and block ordinals, never block ids. It only offers the evidence that the policy's
+card declares, and it meters what is touched, so that a scan is charged to the policy in bytes.
+Shapes: keys and values [kv_heads, tokens, dim]; masks [kv_heads, tokens]; queries [q_heads, queries, dim].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvassay.cache.data import LayerData
+from kvassay.cache.rope import unrotate
+from kvassay.errors import EvidenceMissing
+from kvassay.kernels.reference import attention_weights, visible
+from kvassay.layout.model import Layer
+from kvassay.policy.budget import Protection
+from kvassay.policy.card import Card, Evidence
+
+
+@dataclass
+class Meter:
+    """Bytes a policy has touched (at the layout's `kv_dtype`), by what it touched."""
+
+    element_bytes: float
+    touched: dict[str, float] = field(default_factory=dict)
+
+    def add(self, what: str, elements: float, element_bytes: float | None = None) -> None:
+        """Charge `elements` of `what`."""
+        size = self.element_bytes if element_bytes is None else element_bytes
+        self.touched[what] = self.touched.get(what, 0.0) + elements * size
+
+    @property
+    def total(self) -> float:
+        """All bytes touched so far."""
+        return sum(self.touched.values())
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Post-RoPE queries [q_heads, queries, dim] and their true positions [queries]."""
+
+    q: Tensor
+    positions: Tensor
+
+    def last(self, count: int) -> Queries:
+        """The last `count` of them (all, if there are fewer)."""
+        return Queries(self.q[:, -count:], self.positions[-count:])
+
+
+Evidences = Mapping[Evidence, Callable[[], Queries]]
+
+
+class LayerView:
+    """One layer of one sequence as a policy sees it; everything is loaded on first touch."""
+
+    def __init__(
+        self,
+        layer: Layer,
+        card: Card,
+        load: Callable[[], LayerData],
+        *,
+        length: int,
+        protection: Protection,
+        meter: Meter,
+        queries: Evidences | None = None,
+        side: Mapping[str, Tensor] | None = None,
+        block_size: int = 16,
+    ) -> None:
+        self.layer, self.card, self.length, self.block_size = layer, card, length, block_size
+        self.protection = protection
+        self.side: Mapping[str, Tensor] = side or {}
+        """Packed side data per full block, as `summarize` returned it: [blocks, kv_heads, ...]."""
+        self._load, self._meter, self._queries = load, meter, queries or {}
+        self._data: LayerData | None = None
+        self._metered: set[str] = set()
+
+    # What is always visible: geometry and positions.
+
+    @property
+    def index(self) -> int:
+        """Layer number."""
+        return self.layer.index
+
+    @property
+    def data(self) -> LayerData:
+        """What the cache holds; policies use the named properties instead."""
+        if self._data is None:
+            self._data = self._load()
+        return self._data
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [kv_heads, tokens], true positions; -1 pads ragged heads."""
+        return self.data.positions
+
+    @property
+    def slots(self) -> Tensor:
+        """int64 [kv_heads, tokens], logical slot; `slots // unit` is the ordinal of a block of `unit`."""
+        return self.data.slots
+
+    @property
+    def alive(self) -> Tensor:
+        """bool [kv_heads, tokens], False on padding."""
+        return self.data.positions >= 0
+
+    @property
+    def encoded(self) -> Tensor:
+        """bool [kv_heads, tokens]: already held in a code, so that a policy encodes only what is new."""
+        return torch.zeros_like(self.alive) if self.data.encoded is None else self.data.encoded & self.alive
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of this layer."""
+        return int(self.data.positions.shape[0])
+
+    @property
+    def tokens(self) -> int:
+        """Width of the view: the most tokens any KV head holds."""
+        return int(self.data.positions.shape[1])
+
+    @property
+    def protected(self) -> Tensor:
+        """bool [kv_heads, tokens]: the first `sink` and last `recent` positions of the sequence."""
+        p = self.positions
+        inside = (p < self.protection.sink) | (p >= self.length - self.protection.recent)
+        return inside & self.alive
+
+    # Evidence: declared, metered.
+
+    @property
+    def keys(self) -> Tensor:
+        """float [kv_heads, tokens, k_dim], post-RoPE, as cached."""
+        self._touch(Evidence.KEYS)
+        self._charge("keys", self.data.k)
+        return self.data.k
+
+    @property
+    def keys_unrotated(self) -> Tensor:
+        """float [kv_heads, tokens, k_dim]: the cached keys with their rotation taken back."""
+        self._touch(Evidence.KEYS_UNROTATED)
+        self._charge("keys", self.data.k)
+        return unrotate(self.data.k, self.positions.clamp(min=0), self.layer.rope)
+
+    @property
+    def values(self) -> Tensor:
+        """float [kv_heads, tokens, v_dim]."""
+        self._touch(Evidence.VALUES)
+        self._charge("values", self.data.v)
+        return self.data.v
+
+    def queries(self, last: int) -> Queries:
+        """Up to `last` of the most recent recorded queries; `EvidenceMissing` if none were recorded."""
+        self._touch(Evidence.QUERIES)
+        return self._get(Evidence.QUERIES).last(last)
+
+    def future_queries(self) -> Queries:
+        """Queries recorded after this moment; for the declared `hindsight` reference only."""
+        self._touch(Evidence.FUTURE_QUERIES)
+        return self._get(Evidence.FUTURE_QUERIES)
+
+    def attention(self, last: int) -> Tensor:
+        """float [q_heads, queries, tokens]: causal attention of the last queries over the cached keys."""
+        self._touch(Evidence.ATTENTION)
+        self._charge("keys", self.data.k)
+        return self.attend(self._get(Evidence.QUERIES).last(last))
+
+    def mass(self, query: Tensor) -> Tensor:
+        """float [q_heads, queries, tokens]: exact attention of this step's `query` [q_heads, queries, dim].
+
+        The queries are those of the newest positions, `length - queries` to `length - 1`.
+        """
+        self._touch(Evidence.QUERY)
+        self._charge("keys", self.data.k)
+        return self.attend(Queries(query, torch.arange(self.length - query.shape[1], self.length)))
+
+    def attend(self, queries: Queries) -> Tensor:
+        """Softmax rows [q_heads, queries, tokens] of given queries over the keys of this view."""
+        stored = self.data.stored
+        seen = visible(stored, queries.positions, self.layer.q_heads, window=self.layer.window)
+        return attention_weights(queries.q, stored, seen, scale=self.layer.scale, softcap=self.layer.softcap)
+
+    def group_sum(self, rows: Tensor) -> Tensor:
+        """Sum [q_heads, ...] over the query heads of each KV head: [kv_heads, ...]."""
+        return rows.view(self.kv_heads, -1, *rows.shape[1:]).sum(1)
+
+    def side_data(self, name: str) -> Tensor:
+        """One kind of side data over all full blocks, metered as read: [blocks, kv_heads, ...]."""
+        tensor = self.side[name]
+        self._charge(f"side:{name}", tensor, tensor.element_size())
+        return tensor
+
+    def _touch(self, evidence: Evidence) -> None:
+        if evidence not in self.card.evidence:
+            raise EvidenceMissing(
+                f"policy '{self.card.name}' touched {evidence} of layer {self.index} without declaring it in its card"
+            )
+
+    def _get(self, evidence: Evidence) -> Queries:
+        if evidence not in self._queries:
+            raise EvidenceMissing(
+                f"policy '{self.card.name}' needs {evidence} of layer {self.index}, which this trace does not hold; "
+                "record with a larger --q-tail"
+            )
+        return self._queries[evidence]()
+
+    def _charge(self, what: str, tensor: Tensor, element_bytes: float | None = None) -> None:
+        if what not in self._metered:
+            self._metered.add(what)
+            dead = 1.0 if what.startswith("side") else float(self.alive.float().mean()) if self.tokens else 0.0
+            self._meter.add(what, tensor.numel() * dead, element_bytes)
+
+
+@dataclass(frozen=True)
+class BlockView:
+    """Blocks of one layer that have just filled: keys and values [blocks, kv_heads, block_size, dim]."""
+
+    layer: Layer
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class CacheView:
+    """All layers a policy may act on, in one sequence, at one moment."""
+
+    layers: Mapping[int, LayerView]
+    length: int
+    """True length of the sequence; the next token's position."""
+    context: int
+    """Tokens of the compressed context: what the budget is a fraction of."""
+
+    def __iter__(self) -> object:
+        return iter(self.layers.values())
+
+
+@dataclass(frozen=True)
+class StepView:
+    """One processed chunk (one token, in decode) of one sequence, after the model ran over it."""
+
+    token_ids: tuple[int, ...]
+    positions: tuple[int, ...]
+    cache: CacheView
+    hidden: Mapping[int, Tensor] = field(default_factory=dict)
+    """Declared taps: layer -> that decoder layer's output [tokens, hidden_size]."""

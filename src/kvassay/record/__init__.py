@@ -1,0 +1,1 @@
+"""Getting models, and recording what their attention layers see into traces."""

@@ -1,0 +1,21 @@
+"""Calling transformers models in a way that holds over the supported versions."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+
+def cache_keyword(module: Any) -> str:
+    """Return what `module.forward` calls its cache: `cache` from 5.24 on, before that `past_key_values`."""
+    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
+
+
+def new_cache(model: Any) -> Any:
+    """Return the empty cache `model` itself would make: sliding layers get a sliding one.
+
+    The model must exist first: some families register their cache layers when their file is imported.
+    """
+    from transformers import DynamicCache
+
+    return DynamicCache(config=model.config)

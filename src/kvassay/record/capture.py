@@ -1,0 +1,236 @@
+"""Seeing what every attention layer of any transformers model is given: one registered attention function.
+
+The function delegates to the model file's own eager attention, which alone knows sinks, soft-cap and the
+like, so the model computes bit for bit what `attn_implementation="eager"` does. It must get eager's additive
+float mask, and fold in itself the sparse selection that models apply only under the name "eager" (the
+`indices` of DeepSeek's indexer, the `block_indices` of MiniMax-M3).
+
+Whoever records installs a `Capture` for its own context (thread or task); without one the function is plain
+eager attention.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+from kvassay.errors import RecordError
+from kvassay.layout.model import Layer, Layout
+
+NAME = "kvassay_record"
+KINDS = ("full", "sliding", "shared")
+ATTENTION_TAPS = ("output", "lse")
+RELATIVE_SCALE_ERROR = 1e-5
+
+Rows = dict[str, Tensor]
+"""What one layer showed in one forward pass: `k`, `v`, `q` and taps by kind, first axis = tokens."""
+
+
+def refuse_unreplayable(layout: Layout) -> None:
+    """Raise `RecordError` for a layer whose attention needs more than its own keys, values and queries."""
+    for layer in layout.layers:
+        parts = layer.components
+        kept = [type(part.storage).__name__.lower() + (" + index" if part.index else "") for part in parts]
+        if layer.kind not in KINDS or any(name != "kv" for name in kept):
+            raise RecordError(
+                f"{layout.model_type}: layer {layer.index} ({layer.kind}: {', '.join(kept)}) cannot be replayed "
+                f"from keys, values and queries alone; this recorder takes kinds {', '.join(KINDS)} with plain kv"
+            )
+
+
+class Capture:
+    """Collects the rows of one forward pass after another.
+
+    `taps` names the attention taps (`output`, `lse`) wanted of each layer; `dtype` is what rows are stored
+    in (lse stays float32). Call `begin` before a forward pass and `finish` after it.
+    """
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, taps: Mapping[int, frozenset[str]]) -> None:
+        self.layout, self.dtype, self.taps = layout, dtype, taps
+        self.sinks: dict[int, Tensor] = {}
+        """Logit of each query head's attention sink, [q_heads] float32, per layer that has sinks."""
+        self._rows: dict[int, Rows] = {}
+        self._stream: dict[tuple[int, str], Tensor] = {}
+        self._tokens = 0
+        self._q_skip = 0
+
+    def begin(self, start: int, tokens: int, q_from: int) -> None:
+        """Expect `tokens` rows from position `start`; keep queries and outputs from position `q_from` on."""
+        self._rows, self._stream, self._tokens = {}, {}, tokens
+        self._q_skip = min(max(q_from - start, 0), tokens)
+
+    def finish(self) -> dict[int, Rows]:
+        """Return each layer's rows; `RecordError` if a layer of the layout was not called."""
+        rows, self._rows = self._rows, {}
+        stream, self._stream = self._stream, {}
+        missing = [layer.index for layer in self.layout.layers if layer.index not in rows]
+        if missing:
+            raise RecordError(
+                f"{self.layout.model_type}: layers {missing} never called the recording attention function; "
+                "the model does not go through transformers' AttentionInterface, or another user of the same "
+                "model object switched it away"
+            )
+        for (index, kind), states in stream.items():
+            rows[index][kind] = states
+        return rows
+
+    def add_stream(self, index: int, kind: str, states: Tensor) -> None:
+        """Take layer `index`'s tap `kind` of the residual stream, [1, n, hidden_size]."""
+        self._stream[index, kind] = states[0].to("cpu", self.dtype, copy=True)
+
+    def add(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        weights: Tensor | None,
+        scale: float,
+        arguments: Mapping[str, Any],
+    ) -> None:
+        """Take one layer's rows: query [1, q_heads, n, k_dim], key and value [1, kv_heads, seen, dim],
+        output [1, n, q_heads, v_dim], weights [1, q_heads, n, seen].
+
+        Only the last n rows of key and value are new, also where the cache is a sliding window.
+        """
+        index = int(module.layer_idx)  # type: ignore[arg-type]
+        layer = self.layout.layers[index]
+        self._check(layer, query, key, value, scale, arguments)
+        if index in self._rows:
+            raise RecordError(f"layer {index} called attention twice in one forward pass")
+        new: Rows = {"q": self._stored(query[0], self._q_skip)}
+        if layer.cache_of is None:
+            new["k"] = self._stored(key[0, :, -self._tokens :])
+            new["v"] = self._stored(value[0, :, -self._tokens :])
+        wanted = self.taps.get(index, frozenset())
+        if "output" in wanted:
+            new["output"] = self._stored(output[0].transpose(0, 1), self._q_skip)
+        if "lse" in wanted:
+            new["lse"] = row_lse(query, key, weights, scale, layer.softcap).transpose(0, 1).cpu()
+        if layer.sinks:
+            self.sinks[index] = arguments["s_aux"].detach().float().cpu()
+        self._rows[index] = new
+
+    def _stored(self, heads_first: Tensor, skip: int = 0) -> Tensor:
+        """[heads, n, dim] -> [n - skip, heads, dim] on the CPU in the stored dtype."""
+        rows = heads_first[:, skip:].transpose(0, 1).to("cpu", self.dtype).contiguous()
+        if self.dtype is torch.float16 and not bool(torch.isfinite(rows).all()):
+            raise RecordError("a row does not fit float16 (magnitude over 65504); record with dtype float32")
+        return rows
+
+    def _check(
+        self, layer: Layer, query: Tensor, key: Tensor, value: Tensor, scale: float, given: Mapping[str, Any]
+    ) -> None:
+        """Refuse to record what the layout does not describe: the replay rests on the layout alone."""
+        owner = layer if layer.cache_of is None else self.layout.layers[layer.cache_of]
+        kv = owner.kv
+        pairs: dict[str, tuple[object, object]] = {
+            "batch size": (query.shape[0], 1),
+            "tokens": (query.shape[2], self._tokens),
+            "query heads": (query.shape[1], layer.q_heads),
+            "KV heads": (key.shape[1], kv.kv_heads),
+            "key dim": ((query.shape[3], key.shape[3]), (kv.k_dim, kv.k_dim)),
+            "value dim": (value.shape[3], kv.v_dim),
+            "window": (given.get("sliding_window"), owner.window),
+            "sinks": (given.get("s_aux") is not None, layer.sinks),
+            "soft-cap": (given.get("softcap"), layer.softcap),
+        }
+        for what, (found, expected) in pairs.items():
+            if found != expected:
+                raise RecordError(f"layer {layer.index}: {what} is {found}, the layout says {expected}")
+        if abs(scale - layer.scale) > RELATIVE_SCALE_ERROR * abs(layer.scale):
+            raise RecordError(f"layer {layer.index}: scale is {scale}, the layout says {layer.scale}")
+        for argument in ("indices", "block_indices", "position_bias"):
+            if given.get(argument) is not None:
+                raise RecordError(f"layer {layer.index}: attention depends on '{argument}', which no trace holds yet")
+
+
+def row_lse(query: Tensor, key: Tensor, weights: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    """Return log sum exp of each query row's visible scores, sink included, [q_heads, n] float32.
+
+    From the attention weights w = exp(s - lse): at a row's largest weight, lse = s - log w. So whatever mask
+    or sink the model applied is in it, and only one dot product per row is needed.
+    """
+    if weights is None:
+        raise RecordError("the model's eager attention returns no weights: the tap 'lse' cannot be recorded")
+    top = weights[0].max(dim=-1)
+    heads = torch.arange(query.shape[1], device=query.device) // (query.shape[1] // key.shape[1])
+    best = key[0][heads[:, None], top.indices]
+    score = (query[0].float() * best.float()).sum(-1) * scale
+    if softcap is not None:
+        score = torch.tanh(score / softcap) * softcap
+    return score - top.values.float().log()
+
+
+_ACTIVE: ContextVar[Capture | None] = ContextVar("kvassay_capture", default=None)
+
+
+@contextmanager
+def recording(model: Any, capture: Capture) -> Iterator[None]:
+    """Send `model`'s attention through `capture` in this context; restore the model's own way on leaving."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    token = _ACTIVE.set(capture)
+    try:
+        yield
+    finally:
+        _ACTIVE.reset(token)
+        model.set_attn_implementation(before)
+
+
+def _record_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **arguments: Any,
+) -> tuple[Tensor, Tensor | None]:
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    mask = _with_selection(module, query, key, attention_mask, arguments)
+    output, weights = _eager_of(module)(module, query, key, value, mask, scaling=scale, dropout=dropout, **arguments)
+    capture = _ACTIVE.get()
+    if capture is not None:
+        capture.add(module, query, key, value, output, weights, float(scale), arguments)
+    return output, weights
+
+
+def _eager_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The eager attention of the file that defines `module`."""
+    found = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if found is None:
+        raise RecordError(f"{type(module).__name__}: its file defines no eager_attention_forward to delegate to")
+    eager: Callable[..., tuple[Tensor, Tensor | None]] = found
+    return eager
+
+
+def _with_selection(
+    module: Any, query: Tensor, key: Tensor, mask: Tensor | None, arguments: Mapping[str, Any]
+) -> Tensor | None:
+    """Fold the sparse selection into the additive mask [1, heads | 1, n, seen]."""
+    indices, blocks = arguments.get("indices"), arguments.get("block_indices")
+    if indices is not None and mask is not None:  # int32 [1, n, k], one set for all heads
+        drop = torch.ones(query.shape[0], query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+        drop.scatter_(-1, indices.long(), False)
+        mask = mask.masked_fill(drop[:, None], torch.finfo(query.dtype).min)
+    if blocks is not None:  # int64 [1, index heads, n, k], -1 = unused
+        seen = key.shape[2]
+        rows = torch.arange(seen - query.shape[2], seen, device=query.device)[None]
+        rows = rows.expand(query.shape[0], -1)
+        mask = module.indexer.build_block_mask(blocks, mask, seen, query.dtype, query.device, rows)
+    return mask
+
+
+AttentionInterface.register(NAME, _record_attention)
+AttentionMaskInterface.register(NAME, eager_mask)

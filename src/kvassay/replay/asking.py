@@ -1,0 +1,181 @@
+"""Asking a policy: build its views, run it, check its answer, let the cache carry it out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvassay.cache.data import LayerData
+from kvassay.cache.edits import Decision
+from kvassay.cache.ops import Reclaimed
+from kvassay.errors import PolicyError
+from kvassay.policy.card import Evidence, When
+from kvassay.policy.readset import ReadSet
+from kvassay.policy.views import BlockView, CacheView, LayerView, Meter, Queries, StepView
+from kvassay.replay.lane import Lane
+
+Source = Callable[[int], Queries]
+"""Queries of a layer."""
+
+
+@dataclass(frozen=True)
+class Evidences:
+    """What the replay can offer beside the cache itself, per layer."""
+
+    recent: Source | None = None
+    future: Source | None = None
+
+
+def view(
+    lane: Lane, layer: int, meter: Meter, evidence: Evidences, load: Callable[[], LayerData] | None = None
+) -> LayerView:
+    """One layer of a lane as its policy may see it; `load` if it has been read already."""
+    offered: dict[Evidence, Callable[[], Queries]] = {}
+    for kind, source in ((Evidence.QUERIES, evidence.recent), (Evidence.FUTURE_QUERIES, evidence.future)):
+        if source is not None:
+            offered[kind] = _bind(source, layer)
+    group = next(g for g in lane.cache.ledger.groups if layer in g.layers)
+    return LayerView(
+        lane.cache.layout.layers[layer],
+        lane.policy.card,
+        load or (lambda: lane.cache.layer(lane.seq, layer)),
+        length=lane.length,
+        protection=lane.allowance.protection,
+        meter=meter,
+        queries=offered,
+        side=lane.side.get(layer),
+        block_size=group.block_size,
+    )
+
+
+def cache_view(lane: Lane, meter: Meter, evidence: Evidences) -> CacheView:
+    """All layers in the policy's scope."""
+    layers = {index: view(lane, index, meter, evidence) for index in sorted(lane.scope)}
+    return CacheView(layers, lane.length, lane.allowance.context)
+
+
+def decide(lane: Lane, evidence: Evidences) -> Reclaimed:
+    """Score, decide and apply once; the time and the bytes touched are charged to the lane."""
+    start = time.perf_counter()
+    meter = Meter(lane.cache.layout.element_bytes)
+    cache = cache_view(lane, meter, evidence)
+    policy = lane.policy
+    scores: dict[int, Tensor] = {}
+    if policy.writes_score and not _nothing_to_do(lane):
+        scores = {index: _checked(policy.score(v, lane.memory), v) for index, v in cache.layers.items()}
+    decision = Decision() if _nothing_to_do(lane) else policy.decide(cache, scores, lane.memory, lane.allowance)
+    _check_scope(lane, decision)
+    before = lane.cache.moved_elements
+    reclaimed = lane.cache.apply(lane.seq, decision, allow_window="sliding" in policy.card.acts_on)
+    lane.reuse = decision.reuse
+    lane.touched += meter.total + (lane.cache.moved_elements - before) * lane.cache.layout.element_bytes
+    lane.seconds += time.perf_counter() - start
+    return reclaimed
+
+
+def due(lane: Lane, moment: When) -> bool:
+    """Whether the lane's policy edits the cache at this moment."""
+    card = lane.policy.card
+    if not lane.policy.writes_decide or moment not in card.when:
+        return False
+    return moment is not When.EVERY_N or lane.generated % _interval(lane) == 0
+
+
+def summarize(lane: Lane) -> None:
+    """Let the policy summarise blocks that have filled since the last call."""
+    if not lane.policy.writes_summarize:
+        return
+    start = time.perf_counter()
+    for group in lane.cache.ledger.groups:
+        full = lane.length // group.block_size
+        for index in lane.scope & set(group.layers):
+            old = lane.side.get(index, {})
+            done = next(iter(old.values())).shape[0] if old else 0
+            if full > done:
+                lane.side[index] = _extended(old, _summary(lane, index, done, full, group.block_size))
+    lane.seconds += time.perf_counter() - start
+
+
+def observe(lane: Lane, tokens: Sequence[int], evidence: Evidences, hidden: Mapping[int, Tensor]) -> None:
+    """Let the policy carry what it must from the step just made."""
+    if not lane.policy.writes_observe:
+        return
+    start = time.perf_counter()
+    meter = Meter(lane.cache.layout.element_bytes)
+    last = lane.length
+    step = StepView(
+        tuple(tokens),
+        tuple(range(last - len(tokens), last)),
+        cache_view(lane, meter, evidence),
+        {layer: hidden[layer] for layer in lane.policy.card.taps if layer in hidden},
+    )
+    lane.with_state(lane.policy.observe(lane.memory.state, step))
+    lane.touched += meter.total
+    lane.seconds += time.perf_counter() - start
+
+
+def read(lane: Lane, layer: int, query: Tensor, load: Callable[[], LayerData]) -> tuple[ReadSet | None, Meter]:
+    """What the policy lets `query` [q_heads, queries, dim] read of a layer, and what choosing it scanned."""
+    meter = Meter(lane.cache.layout.element_bytes)
+    shown = view(lane, layer, meter, Evidences(), load)
+    chosen = lane.policy.read(shown, query, lane.memory, lane.allowance, lane.previous.get(layer))
+    if chosen is not None:
+        chosen.validate(
+            q_heads=shown.layer.q_heads,
+            kv_heads=shown.kv_heads,
+            block_size=shown.block_size,
+            name=lane.policy.card.name,
+        )
+        lane.previous[layer] = chosen
+    return chosen, meter
+
+
+def _nothing_to_do(lane: Lane) -> bool:
+    """A budget at or above the length leaves the cache as it is (the policies without one decide themselves)."""
+    return lane.allowance.budget is not None and lane.allowance.tokens >= lane.length
+
+
+def _interval(lane: Lane) -> int:
+    interval = lane.policy.parameters.get("interval")
+    if not isinstance(interval, int) or interval < 1:
+        raise PolicyError(f"policy '{lane.policy.card.name}' acts every n tokens and needs a field interval >= 1")
+    return interval
+
+
+def _checked(score: Tensor, shown: LayerView) -> Tensor:
+    if tuple(score.shape) != (shown.kv_heads, shown.tokens):
+        raise PolicyError(
+            f"policy '{shown.card.name}' scored layer {shown.index} with shape {list(score.shape)}, "
+            f"[{shown.kv_heads}, {shown.tokens}] needed"
+        )
+    return score
+
+
+def _check_scope(lane: Lane, decision: Decision) -> None:
+    outside = sorted(set(decision.edits) - lane.scope)
+    if outside:
+        raise PolicyError(
+            f"policy '{lane.policy.card.name}' edits layer {outside[0]}, which its card does not act on "
+            f"({', '.join(sorted(lane.policy.card.acts_on))})"
+        )
+
+
+def _summary(lane: Lane, layer: int, done: int, full: int, size: int) -> Mapping[str, Tensor]:
+    data = lane.cache.layer(lane.seq, layer)
+    if int(data.slots.max()) + 1 != data.slots.shape[1]:
+        raise PolicyError(f"policy '{lane.policy.card.name}' summarises blocks of layer {layer} that have holes")
+    rows = slice(done * size, full * size)
+    blocks = [side[:, rows].unflatten(1, (full - done, size)).transpose(0, 1) for side in (data.k, data.v)]
+    return lane.policy.summarize(BlockView(lane.cache.layout.layers[layer], blocks[0], blocks[1]))
+
+
+def _extended(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.cat([old[name], more]) if name in old else more for name, more in new.items()}
+
+
+def _bind(source: Source, layer: int) -> Callable[[], Queries]:
+    return lambda: source(layer)

@@ -1,0 +1,69 @@
+"""Bytes a lane holds and reads, always at the layout's `kv_dtype`: one place for every count.
+
+Unencoded elements are billed at `kv_dtype` however this machine holds them; encoded data, scales, padding,
+per-slot bias, side data and policy state are billed as held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvassay.cache.data import Stored
+from kvassay.cache.paged import PagedCache
+from kvassay.replay.lane import Lane
+
+BIAS_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one lane, by layer, and of the policy's state."""
+
+    layers: Mapping[int, float]
+    state: float
+
+    @property
+    def total(self) -> float:
+        """The whole model's, with the policy's state."""
+        return sum(self.layers.values()) + self.state
+
+    def within(self, scope: Iterable[int]) -> float:
+        """Of some layers, with the policy's state."""
+        return sum(self.layers[layer] for layer in scope) + self.state
+
+
+def held(lane: Lane) -> Held:
+    """What a lane holds now."""
+    state = sum(t.numel() * t.element_size() for t in lane.memory.state.values())
+    return Held({layer: held_layer(lane, layer) for layer in lane.layers}, float(state))
+
+
+def held_layer(lane: Lane, layer: int) -> float:
+    """Bytes of one layer: live slots, encoded segments, bias and side data."""
+    cache, kv = lane.cache, lane.cache.layout.layers[layer].kv
+    slots = float(cache.ledger.slots(lane.seq, layer).counts.sum())
+    encoded = sum(segment.nbytes for segment in cache.ledger.segments(lane.seq, layer))
+    side = sum(t.numel() * t.element_size() for t in lane.side.get(layer, {}).values())
+    bias = BIAS_BYTES * cache.bias_elements(lane.seq, layer)
+    return slots * (kv.k_dim + kv.v_dim) * cache.layout.element_bytes + encoded + side + bias
+
+
+def read_bytes(cache: PagedCache, seq: int, layer: int, data: Stored, read: Tensor) -> tuple[float, float]:
+    """Bytes and tokens per head that queries read: `read` is bool [kv_heads, queries, tokens].
+
+    A token in an encoded segment is billed its share of the segment; both are summed over the queries.
+    """
+    kv = cache.layout.layers[layer].kv
+    total, tokens = float(read.sum()), float(read.sum()) / read.shape[0]
+    raw = read if data.encoded is None else read & ~data.encoded[:, None]
+    bytes_read = float(raw.sum()) * (kv.k_dim + kv.v_dim) * cache.layout.element_bytes
+    segments = cache.ledger.segments(seq, layer)
+    if segments and data.encoded is not None:
+        held_tokens = float(data.encoded.sum())
+        bytes_read += (total - float(raw.sum())) / held_tokens * sum(s.nbytes for s in segments)
+    if data.bias is not None:
+        bytes_read += BIAS_BYTES * total
+    return bytes_read, tokens

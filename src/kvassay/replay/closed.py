@@ -1,0 +1,247 @@
+"""The closed loop: every arm forks one dense context, is compressed once, and is asked every question.
+
+    1. the context's K/V come from the trace, written once; arms share its blocks by reference count
+    2. each arm's policy compresses its fork, seeing nothing later than the context's end
+    3. per question, all arms decode as one batch: the question, then the recorded answer (teacher-forced)
+       and, from the same point, their own greedy answer (free-running)
+
+Lanes that only compress once take a chunk at a time; lanes that decide or select at every step take one
+token at a time. The questions of a context share its compressed cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvassay.cache.ops import GroupSpec
+from kvassay.cache.paged import PagedCache
+from kvassay.errors import ExperimentError
+from kvassay.layout.groups import plan_groups
+from kvassay.layout.model import Layout
+from kvassay.measure.result import BranchResult
+from kvassay.policy.base import Memory
+from kvassay.policy.budget import Allowance
+from kvassay.policy.card import Prefill, When
+from kvassay.policy.views import Queries
+from kvassay.record.load import LoadedModel
+from kvassay.replay import asking
+from kvassay.replay.arms import Arm
+from kvassay.replay.bytes import held
+from kvassay.replay.engine import QUERY_EVIDENCE, Engine
+from kvassay.replay.lane import Lane, scope_of
+from kvassay.replay.levels import blocks_held, freed_blocks
+from kvassay.replay.protocol import Protocol
+from kvassay.replay.rows import Answer, branch_result
+from kvassay.trace.reader import Branch, Trace
+
+Progress = Callable[[str], None]
+DEFAULT_PROTOCOL = Protocol()
+
+
+def replay_trace(
+    loaded: LoadedModel,
+    trace: Trace,
+    arms: Sequence[Arm],
+    protocol: Protocol = DEFAULT_PROTOCOL,
+    progress: Progress = lambda message: None,
+) -> list[BranchResult]:
+    """Replay one context under all arms; one row per (branch, arm), in that order.
+
+    Raises `ExperimentError` if the trace is of another model, is too long for it, or no arm is `dense`.
+    """
+    _check(loaded, trace, arms, protocol)
+    replay = _Replay(loaded, trace, arms, protocol)
+    progress(f"compress {len(arms)} arms")
+    lanes = [replay.compressed(arm) for arm in arms]
+    rows: list[BranchResult] = []
+    for index, branch in enumerate(trace.branches):
+        progress(f"question {index + 1}/{len(trace.branches)}")
+        rows += replay.ask(index, branch, lanes)
+    return rows
+
+
+def group_specs(layout: Layout, block_size: int) -> list[GroupSpec]:
+    """The ledger's groups, as vLLM plans them."""
+    return [
+        GroupSpec(
+            group.index,
+            group.layers,
+            tuple(layout.layers[layer].kv.kv_heads for layer in group.layers),
+            group.block_size,
+            group.window,
+        )
+        for group in plan_groups(layout, block_size)
+    ]
+
+
+@dataclass
+class _Compressed:
+    """A compressed context of one arm, kept for all its questions."""
+
+    lane: Lane
+    blocks: int
+    """Blocks the context held before, in groups that no window bounds."""
+    freed: dict[str, float]
+
+
+class _Replay:
+    """One trace under way."""
+
+    def __init__(self, loaded: LoadedModel, trace: Trace, arms: Sequence[Arm], protocol: Protocol) -> None:
+        self.loaded, self.trace, self.protocol = loaded, trace, protocol
+        self.groups = group_specs(trace.layout, protocol.block_size)
+        self.cache = PagedCache(trace.layout, self.groups, self._blocks(len(arms)))
+        self.engine = Engine(loaded.model, self.cache)
+        self.context = trace.prefix.tokens
+        self.dense = self._dense_context()
+
+    def _blocks(self, arms: int) -> int:
+        """Enough for every arm to own a full copy and its questions: memory is only touched when used."""
+        longest = max((b.tokens for b in self.trace.branches), default=0) + self.protocol.free_tokens
+        per_lane = sum(-(-(self.trace.prefix.tokens + 2 * longest) // g.block_size) + 4 for g in self.groups)
+        return 1 + per_lane * (2 * arms + 2)
+
+    def _dense_context(self) -> int:
+        ids = self.trace.prefix.token_ids.tolist()
+        seq, _ = self.cache.create(ids)
+        self.cache.extend(seq, ids)
+        for layer in self.trace.layout.layers:
+            if layer.cache_of is None:
+                k, v = (side(layer.index).transpose(0, 1)[None] for side in (self.trace.prefix.k, self.trace.prefix.v))
+                self.cache.write(layer.index, [seq], k, v)
+        return seq
+
+    # -- compress ---------------------------------------------------------------------------------------
+
+    def compressed(self, arm: Arm) -> _Compressed:
+        """Fork the dense context (or prefill anew) and let the arm's policy compress it."""
+        lane = self._lane(arm)
+        blocks = blocks_held(lane)
+        evidence = asking.Evidences(recent=self._recorded, future=self._future)
+        if asking.due(lane, When.AFTER_PREFILL):
+            asking.decide(lane, evidence)
+        asking.summarize(lane)
+        lane.peak_bytes = held(lane).total
+        return _Compressed(lane, blocks, freed_blocks(lane))
+
+    def _lane(self, arm: Arm) -> Lane:
+        rng = torch.Generator().manual_seed(self.protocol.seed)
+        lane = Lane(
+            arm,
+            self.cache.fork(self.dense) if arm.prefill is Prefill.SHARED_DENSE else self.cache.create([])[0],
+            self.cache,
+            Allowance.resolve(arm.budget, self.context, arm.protection),
+            Memory(rng=rng),
+            scope_of(self.trace.layout, arm.policy),
+        )
+        if arm.prefill is Prefill.OWN:
+            self._own_prefill(lane)
+        return lane
+
+    def _own_prefill(self, lane: Lane) -> None:
+        """Prefill with the policy in the loop, chunk by chunk: what it encodes is what later chunks read."""
+        ids = self.trace.prefix.token_ids.tolist()
+        size = self.trace.header.prefill_chunk
+        for first in range(0, len(ids), size):
+            self.engine.forward([lane], [ids[first : first + size]], last=1)
+        lane.generated = 0
+
+    def _recorded(self, layer: int) -> Queries:
+        segment = self.trace.prefix
+        q = segment.q(layer).transpose(0, 1).float()
+        return Queries(q, torch.arange(segment.q_start, segment.q_start + q.shape[1]))
+
+    def _future(self, layer: int) -> Queries:
+        parts = [branch.q(layer).transpose(0, 1).float() for branch in self.trace.branches]
+        positions = [
+            torch.arange(b.start, b.start + p.shape[1]) for b, p in zip(self.trace.branches, parts, strict=True)
+        ]
+        return Queries(torch.cat(parts, 1), torch.cat(positions))
+
+    # -- ask --------------------------------------------------------------------------------------------
+
+    def ask(self, index: int, branch: Branch, arms: Sequence[_Compressed]) -> list[BranchResult]:
+        """One question to every arm: rows in the arms' order."""
+        lanes = [arm.lane.fork() for arm in arms]
+        for lane in lanes:
+            lane.queries = lane.queries or self._tail(lane)
+        ids = branch.token_ids.tolist()
+        question, answer = ids[: branch.question_tokens], ids[branch.question_tokens :]
+        first = self._feed(lanes, question, last=1)
+        free = [lane.fork() for lane in lanes]
+        rest = self._feed(lanes, answer[:-1], last=len(answer) - 1) if len(answer) > 1 else None
+        logits = [f if rest is None else torch.cat([f, rest[row]]) for row, f in enumerate(first)]
+        generated = self._generate(free, [f[-1] for f in first], len(answer))
+        answers = [
+            Answer(x, ids, held(lane), lane, arm.freed, arm.blocks)
+            for x, ids, lane, arm in zip(logits, generated, lanes, arms, strict=True)
+        ]
+        for lane in (*lanes, *free):
+            lane.free()
+        base = answers[_dense_row([arm.lane.arm for arm in arms])]
+        return [branch_result(self.loaded.tokenizer, self.trace, index, branch, answer, one, base) for one in answers]
+
+    def _tail(self, lane: Lane) -> dict[int, Queries]:
+        """Recent queries to start decoding with, for policies that declare them."""
+        if not (lane.stepwise and lane.policy.card.evidence & QUERY_EVIDENCE):
+            return {}
+        return {layer: self._recorded(layer).last(self.engine.keep_queries) for layer in lane.scope}
+
+    def _feed(self, lanes: Sequence[Lane], ids: Sequence[int], last: int) -> list[Tensor]:
+        """Feed the same tokens to every lane; returns per lane logits [last, vocab], in order."""
+        out: dict[int, Tensor] = {}
+        for rows, stepwise in self._batches(lanes):
+            batch = [lanes[row] for row in rows]
+            if stepwise:
+                steps = [self.engine.forward(batch, [[token]] * len(batch), last=1) for token in ids]
+                logits = torch.cat(steps[-last:], dim=1)
+            else:
+                logits = self.engine.forward(batch, [ids] * len(batch), last)
+            out.update(zip(rows, logits, strict=True))
+        return [out[row] for row in range(len(lanes))]
+
+    def _batches(self, lanes: Sequence[Lane]) -> Iterator[tuple[list[int], bool]]:
+        """Rows that run together, and whether token by token: chunks, steps, then each lane that runs alone."""
+        for stepwise in (False, True):
+            rows = [r for r, lane in enumerate(lanes) if lane.stepwise is stepwise and not lane.arm.alone]
+            if rows:
+                yield rows, stepwise
+        yield from (([row], True) for row, lane in enumerate(lanes) if lane.arm.alone)
+
+    def _generate(self, lanes: Sequence[Lane], logits: Sequence[Tensor], answer: int) -> list[list[int]]:
+        """Greedy decoding, bounded by the answer's own length and two more tokens."""
+        steps = min(self.protocol.free_tokens, answer + 2)
+        if steps == 0:
+            return [[] for _ in lanes]
+        ids = [[int(x.argmax())] for x in logits]
+        together = [r for r, lane in enumerate(lanes) if not lane.arm.alone]
+        for rows in [together, *([r] for r, lane in enumerate(lanes) if lane.arm.alone)]:
+            for _ in range(steps - 1):
+                out = self.engine.forward([lanes[r] for r in rows], [[ids[r][-1]] for r in rows], last=1)
+                for row, best in zip(rows, out[:, -1].argmax(-1).tolist(), strict=True):
+                    ids[row].append(best)
+        return ids
+
+
+def _dense_row(arms: Sequence[Arm]) -> int:
+    return next(row for row, arm in enumerate(arms) if arm.policy.card.name == "dense" and not arm.alone)
+
+
+def _check(loaded: LoadedModel, trace: Trace, arms: Sequence[Arm], protocol: Protocol) -> None:
+    mine, theirs = loaded.identity.weights_sha256, trace.header.model.weights_sha256
+    if mine != theirs:
+        raise ExperimentError(
+            f"{trace.path}: recorded from {trace.header.model.name} (weights {str(theirs)[:12]}), "
+            f"not from {loaded.identity.name} ({str(mine)[:12]})"
+        )
+    longest = trace.prefix.tokens + max((b.tokens for b in trace.branches), default=0) + protocol.free_tokens
+    if longest > trace.layout.native_context and not protocol.allow_beyond_native:
+        raise ExperimentError(
+            f"{trace.path}: {longest} tokens exceed the model's native context of {trace.layout.native_context}"
+        )
+    if not any(arm.policy.card.name == "dense" and not arm.alone for arm in arms):
+        raise ExperimentError("every replay needs the arm 'dense': the others are measured against it")

@@ -1,0 +1,239 @@
+"""The model in the loop: one forward pass over many lanes, each attending to its own cache.
+
+The model is any transformers causal LM; only its attention is replaced, through transformers' registry.
+New keys and values go into the paged cache, and every lane's queries are answered from what that lane
+retains: in place over its slots where it decodes one token and holds nothing encoded, else by the torch
+reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from kvassay.cache.data import Stored
+from kvassay.cache.paged import PagedCache
+from kvassay.kernels.cpu import paged_decode
+from kvassay.kernels.reference import attend, visible
+from kvassay.layout.model import Layer
+from kvassay.policy.card import Evidence, When
+from kvassay.policy.views import Queries
+from kvassay.record.calling import cache_keyword
+from kvassay.replay import asking
+from kvassay.replay.bytes import held, read_bytes
+from kvassay.replay.lane import Lane
+
+NAME = "kvassay_replay"
+QUERY_EVIDENCE = {Evidence.QUERIES, Evidence.ATTENTION}
+
+
+class Engine:
+    """Runs a model over lanes of one `PagedCache`."""
+
+    def __init__(self, model: Any, cache: PagedCache, keep_queries: int = 64) -> None:
+        """`keep_queries`: how many recent queries a lane keeps for a policy that declares them."""
+        self.model, self.cache, self.keep_queries = model, cache, keep_queries
+        self._keyword = cache_keyword(model)
+
+    def forward(self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]], last: int) -> Tensor:
+        """Feed each lane its next tokens (equally many); returns logits [lanes, last, vocab] of the last ones.
+
+        Afterwards every policy that is due observes, decides and summarises.
+        """
+        start = [lane.length for lane in lanes]
+        for lane, ids in zip(lanes, tokens, strict=True):
+            self.cache.extend(lane.seq, ids, reuse=lane.reuse)
+            lane.reuse = None
+        count = len(tokens[0])
+        positions = torch.tensor(start)[:, None] + torch.arange(count)
+        step = _Step(self, lanes, positions)
+        device = next(self.model.parameters()).device
+        with torch.inference_mode(), _attending(self.model, step), self._hidden_taps(lanes) as hidden:
+            out = self.model(
+                input_ids=torch.tensor([list(ids) for ids in tokens], device=device),
+                position_ids=positions.to(device),
+                use_cache=True,
+                logits_to_keep=last,
+                **{self._keyword: _PassThrough()},
+            )
+        logits: Tensor = out.logits.float().cpu()
+        for row, (lane, ids) in enumerate(zip(lanes, tokens, strict=True)):
+            self._settle(lane, ids, {layer: states[row] for layer, states in hidden.items()})
+        return logits
+
+    def _settle(self, lane: Lane, ids: Sequence[int], hidden: dict[int, Tensor]) -> None:
+        """What happens to a lane once its tokens are in."""
+        lane.generated += len(ids)
+        lane.traffic.tokens += len(ids)
+        evidence = asking.Evidences(recent=lambda layer: lane.queries[layer])
+        asking.observe(lane, ids, evidence, hidden)
+        asking.summarize(lane)
+        for moment in (When.EVERY_STEP, When.EVERY_N):
+            if asking.due(lane, moment):
+                asking.decide(lane, evidence)
+        lane.peak_bytes = max(lane.peak_bytes, held(lane).total)
+
+    @contextmanager
+    def _hidden_taps(self, lanes: Sequence[Lane]) -> Iterator[dict[int, Tensor]]:
+        """Collect the output of each decoder layer that some lane's card taps: [lanes, tokens, hidden]."""
+        wanted = {layer for lane in lanes for layer in lane.policy.card.taps}
+        found: dict[int, Tensor] = {}
+        hooks = [self._tap(layer, found) for layer in wanted]
+        try:
+            yield found
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _tap(self, layer: int, found: dict[int, Tensor]) -> Any:
+        def keep(module: nn.Module, arguments: Any, output: Any) -> None:
+            found[layer] = (output[0] if isinstance(output, tuple) else output).detach().float().cpu()
+
+        return self.model.base_model.layers[layer].register_forward_hook(keep)
+
+
+class _Step:
+    """One forward pass under way."""
+
+    def __init__(self, engine: Engine, lanes: Sequence[Lane], positions: Tensor) -> None:
+        self.engine, self.cache, self.lanes, self.positions = engine, engine.cache, lanes, positions
+        self.seqs = [lane.seq for lane in lanes]
+
+    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        """Attention of one layer: q [lanes, q_heads, tokens, k_dim]; returns [lanes, q_heads, tokens, v_dim]."""
+        layer = self.cache.layout.layers[index]
+        owner = index if layer.cache_of is None else layer.cache_of
+        if layer.cache_of is None:
+            self.cache.write(index, self.seqs, k, v)
+        out = torch.empty(*q.shape[:3], v.shape[-1])
+        in_place = [row for row, lane in enumerate(self.lanes) if self._plain(lane, owner, q)]
+        if in_place:
+            out[in_place] = self._in_place(layer, owner, in_place, q, sinks)
+        for row in sorted(set(range(len(self.lanes))) - set(in_place)):
+            out[row] = self._reference(layer, owner, row, q[row], sinks)
+        for row, lane in enumerate(self.lanes):
+            if lane.policy.card.evidence & QUERY_EVIDENCE and index in lane.scope:
+                self._keep_queries(lane, index, q[row], self.positions[row])
+        return out
+
+    def _plain(self, lane: Lane, owner: int, q: Tensor) -> bool:
+        selects = lane.policy.writes_read and owner in lane.scope
+        return q.shape[2] == 1 and not selects and self.cache.is_plain(lane.seq, owner)
+
+    def _in_place(self, layer: Layer, owner: int, rows: Sequence[int], q: Tensor, sinks: Tensor | None) -> Tensor:
+        """One token each, straight over the slots."""
+        views = [self.cache.ledger.slots(self.seqs[row], owner) for row in rows]
+        width = max(view.positions.shape[1] for view in views)
+        heads = views[0].positions.shape[0]
+        slots = np.zeros((len(rows), heads, width), dtype=np.int32)
+        count = np.zeros((len(rows), heads), dtype=np.int32)
+        for at, view in enumerate(views):
+            slots[at, :, : view.positions.shape[1]] = view.block_ids * view.block_size + view.offsets
+            count[at] = view.counts
+        owning = self.cache.layout.layers[owner]
+        for at, row in enumerate(rows):
+            self._charge(self.lanes[row], owning, float(count[at].mean()), float(count[at].sum()))
+        return paged_decode(
+            q[list(rows), :, 0],
+            self.cache.store.keys(owner),
+            self.cache.store.values(owner),
+            torch.from_numpy(slots),
+            torch.zeros(len(rows), heads, dtype=torch.int32),
+            torch.from_numpy(count),
+            scale=layer.scale,
+            softcap=layer.softcap,
+            sinks=sinks,
+        )[:, :, None]
+
+    def _reference(self, layer: Layer, owner: int, row: int, q: Tensor, sinks: Tensor | None) -> Tensor:
+        """Any lane: gathered, decoded, selected."""
+        lane, tokens = self.lanes[row], q.shape[1]
+        data = self.cache.stored(lane.seq, owner, tokens)
+        window = self.cache.layout.layers[owner].window
+        positions = self.positions[row]
+        allowed, scanned = None, 0.0
+        if lane.policy.writes_read and owner in lane.scope:
+            chosen, meter = asking.read(lane, owner, q, data.by_position)
+            scanned = meter.total
+            if chosen is not None:
+                allowed = chosen.mask(data.slots, layer.q_heads)
+        seen = visible(data, positions, layer.q_heads, window=window, allowed=allowed)
+        self._charge_read(lane, owner, data, seen, scanned)
+        return attend(q, data, seen, scale=layer.scale, softcap=layer.softcap, sinks=sinks)
+
+    def _charge(self, lane: Lane, layer: Layer, per_head: float, entries: float, extra: float = 0.0) -> None:
+        kv = layer.kv
+        lane.traffic.bytes += entries * (kv.k_dim + kv.v_dim) * self.cache.layout.element_bytes + extra
+        if layer.index in lane.scope:
+            lane.traffic.selected += per_head / len(lane.scope)
+
+    def _charge_read(self, lane: Lane, owner: int, data: Stored, seen: Tensor, scanned: float) -> None:
+        """Charge what each of the chunk's queries read: the union over the query heads of a KV head."""
+        kv_heads = data.positions.shape[0]
+        union = seen.view(kv_heads, -1, *seen.shape[1:]).any(1)
+        tokens = union.shape[1]
+        bytes_read, per_head = read_bytes(self.cache, lane.seq, owner, data, union)
+        lane.traffic.bytes += bytes_read + scanned * tokens
+        if owner in lane.scope:
+            lane.traffic.selected += per_head / len(lane.scope)
+
+    def _keep_queries(self, lane: Lane, index: int, q: Tensor, positions: Tensor) -> None:
+        old = lane.queries.get(index)
+        new = Queries(q.float().cpu(), positions)
+        if old is not None:
+            new = Queries(torch.cat([old.q, new.q], 1), torch.cat([old.positions, new.positions]))
+        lane.queries[index] = new.last(self.engine.keep_queries)
+
+
+class _PassThrough:
+    """What the model takes for its cache: new keys and values go straight on to the attention function."""
+
+    is_compileable = False
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Hand back what came in."""
+        return keys, values
+
+    def get_seq_length(self, *_: Any) -> int:
+        """Positions are always given explicitly, so nobody may ask."""
+        return 0
+
+
+_ACTIVE: ContextVar[_Step] = ContextVar("kvassay_step")
+
+
+@contextmanager
+def _attending(model: Any, step: _Step) -> Iterator[None]:
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    token = _ACTIVE.set(step)
+    try:
+        yield
+    finally:
+        _ACTIVE.reset(token)
+        model.set_attn_implementation(before)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
+) -> tuple[Tensor, None]:
+    """What transformers calls in place of its attention. No mask is built: visibility is by position."""
+    sinks = given.get("s_aux")
+    out = _ACTIVE.get().attend(
+        int(module.layer_idx),  # type: ignore[arg-type]
+        query.float().cpu(),
+        key.float().cpu(),
+        value.float().cpu(),
+        None if sinks is None else sinks.float().cpu(),
+    )
+    return out.transpose(1, 2).to(query.device, query.dtype).contiguous(), None
+
+
+AttentionInterface.register(NAME, _attention)

@@ -1,0 +1,40 @@
+"""The four levels of "how much" for one compressed lane: from tokens to blocks that can really be freed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvassay.cache.reclaim import MODES, count
+from kvassay.replay.lane import Lane
+
+
+def freed_blocks(lane: Lane) -> dict[str, float]:
+    """Blocks each reclaim mode frees of the context as it is now, for a sole owner.
+
+    Only what still lies in slots holds a block: tokens in encoded segments have left theirs. Finer modes
+    are given in equivalents of a shared-table block. Groups bounded by a window are left out.
+    """
+    ledger, layout = lane.cache.ledger, lane.cache.layout
+    groups = [group for group in ledger.groups if group.window is None]
+    keep, cost = {}, {}
+    for group in groups:
+        for layer in group.layers:
+            view = ledger.slots(lane.seq, layer)
+            mask = np.zeros((view.positions.shape[0], lane.length), dtype=np.bool_)
+            head, column = np.nonzero(view.positions >= 0)
+            mask[head, view.positions[head, column]] = True
+            keep[layer] = mask
+            kv = layout.layers[layer].kv
+            cost[layer] = (kv.k_dim + kv.v_dim) * layout.element_bytes
+    reclaim = count(keep, groups, slot_bytes=cost)
+    return {mode: reclaim[mode].blocks for mode in MODES}
+
+
+def blocks_held(lane: Lane) -> int:
+    """Blocks the lane's tables hold now in groups that no window bounds; null entries are not held."""
+    ledger = lane.cache.ledger
+    return sum(
+        sum(block != 0 for block in ledger.table(lane.seq, group.index))
+        for group in ledger.groups
+        if group.window is None
+    )

@@ -1,0 +1,81 @@
+"""From one arm's answer to one question to its row of numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvassay.measure.result import BranchResult
+from kvassay.measure.task import score_answer
+from kvassay.replay.bytes import Held
+from kvassay.replay.lane import Lane
+from kvassay.trace.reader import Branch, Trace
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one arm said: logits [answer tokens, vocab] teacher-forced, and its own greedy tokens."""
+
+    logits: Tensor
+    generated: list[int]
+    held: Held
+    lane: Lane
+    freed: dict[str, float]
+    blocks: int
+    """Blocks the context held in the full groups when it was compressed."""
+
+
+def branch_result(
+    tokenizer: Any, trace: Trace, index: int, branch: Branch, gold: list[int], arm: Answer, dense: Answer
+) -> BranchResult:
+    """The row of one (branch, arm), with `dense` answering the same question in the same replay."""
+    scored = torch.tensor(_scored(branch, len(gold)))
+    target = torch.tensor(gold)[scored]
+    mine, reference = (torch.log_softmax(a.logits[scored].double(), -1) for a in (arm, dense))
+    best = mine.argmax(-1)
+    text = tokenizer.decode(arm.generated, skip_special_tokens=True)
+    scope = arm.lane.scope
+    traffic, base = arm.lane.traffic, dense.lane.traffic
+    return BranchResult(
+        trace=trace.path.name,
+        workload=trace.header.recipe.name,
+        branch=index,
+        arm=arm.lane.arm.label,
+        query_aware=trace.header.recipe.query_aware,
+        context_tokens=trace.prefix.tokens,
+        question_tokens=branch.question_tokens,
+        answer_tokens=len(gold),
+        nll=float(-mine.gather(1, target[:, None]).mean()),
+        top1=float((best == target).double().mean()),
+        kl=0.0 if arm is dense else float((reference.exp() * (reference - mine)).sum(-1).mean()),
+        agree=float((best == reference.argmax(-1)).double().mean()),
+        task=score_answer(trace.header.recipe.name, text, branch.answer_text, branch.meta),
+        divergence=_divergence(arm.generated, dense.generated),
+        generated=text,
+        generated_tokens=len(arm.generated),
+        retained_bytes=arm.held.total,
+        retained_fraction=arm.held.total / dense.held.total,
+        retained_bytes_scope=arm.held.within(scope),
+        retained_fraction_scope=arm.held.within(scope) / dense.held.within(scope),
+        peak_bytes=arm.lane.peak_bytes,
+        selected_tokens=traffic.selected_per_token,
+        blocks_total=dense.blocks,
+        blocks_freed=arm.freed,
+        read_bytes=traffic.bytes_per_token,
+        read_fraction=traffic.bytes_per_token / base.bytes_per_token if base.tokens else 0.0,
+        policy_bytes=arm.lane.touched,
+        policy_seconds=arm.lane.seconds,
+    )
+
+
+def _scored(branch: Branch, answer: int) -> list[int]:
+    """Indices of the answer tokens that count, as the workload recorded them (all, if it did not say)."""
+    listed = branch.meta.get("scored")
+    return [int(i) for i in listed] if isinstance(listed, list) else list(range(answer))  # type: ignore[arg-type]
+
+
+def _divergence(mine: list[int], dense: list[int]) -> int | None:
+    return next((i for i, (a, b) in enumerate(zip(mine, dense, strict=True)) if a != b), None)

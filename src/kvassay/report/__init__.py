@@ -1,0 +1,1 @@
+"""Results for people: tables in a terminal, one HTML file, a picture."""

@@ -1,0 +1,37 @@
+"""A run from the command line: progress to stderr, the table to stdout, the page into the folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from kvassay.experiment.plan import make_plan
+from kvassay.experiment.progress import listening
+from kvassay.experiment.results import Results
+from kvassay.experiment.run import run
+from kvassay.experiment.schema import Experiment
+from kvassay.report.html import write_html
+from kvassay.report.table import ReportTable, console_for
+
+RUNS = Path("runs")
+"""Where run folders go unless told otherwise."""
+
+
+def run_and_report(experiment: Experiment, source: str, base: Path, out: Path | None) -> Results:
+    """Run (or continue) an experiment in `out` (default `runs/NAME`), print its table and write its page.
+
+    `source` begins errors about the experiment; relative plug-in files are looked up in `base`.
+    """
+    plan = make_plan(experiment, source, base)
+    folder = out or RUNS / experiment.experiment.name
+    says = Console(stderr=True, highlight=False)
+    says.print(f"{len(plan.arms)} arms x {len(plan.units)} contexts into {folder}", markup=False)
+    with listening(says, len(plan.units)) as listener:
+        results = run(plan, folder, listener)
+    page = write_html(results)
+    console = console_for(sys.stdout)
+    console.print(ReportTable(results))
+    console.print(f"\nEvery number, figures and provenance: {page}", markup=False)
+    return results

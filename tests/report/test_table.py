@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from kvassay.experiment.listing import list_runs
+from kvassay.report import words
+from kvassay.report.table import COLUMNS, ReportTable, console_for, runs_table
+from tests.runs import make_run
+
+EXPECTED = """\
+tiny-model  kv_short 2k: 2 contexts of 2048 tokens, 4 questions; question not visible while compressing (query_aware =
+false)
+Exact attention over what is retained
+                                 top-1   NLL    KL task flips     held              freed             read
+arm                          mean ±95%  nats  nats 0..1   -/+    bytes whole scope shared per-head  /token /dense
+dense                       1.00 ±0.00 0.500 0.000 1.00   0/0 0.98 MiB  100%  100%  0/128        0 900 KiB   100%
+dense'                      1.00 ±0.00 0.501 0.000 1.00   0/0 0.98 MiB  100%  100%  0/128        0 900 KiB   100%
+hindsight† keep=0.25        1.00 ±0.00 0.500 0.010 1.00   0/0  250 KiB   25%   12%  0/128        0 225 KiB    25%
+snapkv(window=16) keep=0.25 0.62 ±0.12 1.250 0.750 0.75   1/0  250 KiB   25%   12%  3/128       80 225 KiB    25%
+Transforming: keys, values or logits are approximated
+                                top-1   NLL    KL task flips     held              freed             read
+arm                         mean ±95%  nats  nats 0..1   -/+    bytes whole scope shared per-head  /token /dense
+fp8                        1.00 ±0.00 0.500 0.020 1.00   0/0  530 KiB   53%   26%  0/128        0 477 KiB    53%
+kivi                       0.75 ±0.00 0.900 0.300 1.00   0/0  200 KiB   20%   10%  0/128        0 180 KiB    20%
+"""
+
+
+def log(renderable: object, width: int | None = None) -> str:
+    stream = io.StringIO()
+    console = console_for(stream) if width is None else Console(file=stream, width=width)
+    console.print(renderable)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
+
+
+def test_the_table_in_a_log_is_exactly_this(tmp_path: Path) -> None:
+    text = log(ReportTable(make_run(tmp_path)))
+    assert text.endswith(EXPECTED)
+    assert "\x1b" not in text
+
+
+def test_every_column_is_explained_before_the_first_table(tmp_path: Path) -> None:
+    head = " ".join(log(ReportTable(make_run(tmp_path))).partition("tiny-model")[0].split())
+    for column in COLUMNS:
+        assert column.card in head
+    assert "† reference: a yardstick that no engine could run" in head
+    assert "first 4 and last 32 tokens" in head and "blocks of 16 tokens" in head
+
+
+def test_query_aware_is_shouted(tmp_path: Path) -> None:
+    text = " ".join(log(ReportTable(make_run(tmp_path, query_aware=True))).split())
+    assert "question VISIBLE while compressing (query_aware = true)" in text
+
+
+def test_a_narrow_console_splits_the_table_and_loses_no_column(tmp_path: Path) -> None:
+    text = log(ReportTable(make_run(tmp_path)), width=100)
+    assert max(len(line) for line in text.splitlines()) <= 100
+    assert "0.62 ±0.12 1.250 0.750 0.75   1/0\n" in text
+    assert "250 KiB   25%   12%  3/128       80 225 KiB    25%\n" in text
+
+
+def test_weak_dense_and_missing_questions_are_said(tmp_path: Path) -> None:
+    found = make_run(tmp_path).sets[0]
+    weak = found.cells[0]
+    estimate = type(weak.quality["task"])(0.25, 0.0, 0.5, 4, 2)
+    changed = type(weak)(**{**vars(weak), "quality": {**weak.quality, "task": estimate}})
+    lines = words.warnings(type(found)(**{**vars(found), "cells": (changed,), "missing": ("fp8: lacks 1",)}))
+    assert lines[0] == "left out of the averages: fp8: lacks 1"
+    assert lines[1].startswith("dense itself scores 0.250 on the task (floor 0.5)")
+    assert words.warnings(found) == []
+
+
+def test_numbers_are_worded_once() -> None:
+    assert [words.size(x) for x in (0, 999, 1000, 1024 * 999, 94.5 * 2**20, 1.5 * 2**30)] == [
+        "0 B", "999 B", "0.98 KiB", "999 KiB", "94.5 MiB", "1.50 GiB",
+    ]  # fmt: skip
+    assert [words.percent(x) for x in (0.0, 0.051, 0.0995, 0.25, 1.0)] == ["0.0%", "5.1%", "10%", "25%", "100%"]
+    assert [words.blocks(x) for x in (0.0, 12.0, 12.25, None)] == ["0", "12", "12.2", "-"]
+
+
+def test_runs_are_listed_with_their_state(tmp_path: Path) -> None:
+    make_run(tmp_path / "a")
+    make_run(tmp_path / "b", finished=False)
+    (tmp_path / "b" / "units").mkdir()
+    (tmp_path / "b" / "units" / "0123.parquet").touch()
+    (tmp_path / "b" / "units" / ".tmp-4567.parquet").touch()
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "manifest.json").write_text("{", encoding="utf-8")
+    (tmp_path / "not-a-run").mkdir()
+    lines = list_runs(tmp_path)
+    assert [(line.path.name, line.state[:12]) for line in lines] == [
+        ("b", "1 of 2 units"), ("a", "finished"), ("c", "damaged: " + str(tmp_path)[:3]),
+    ]  # fmt: skip
+    assert "tiny-model" in log(runs_table(lines))
+    assert log(runs_table([])) == "no run folders here\n"
