@@ -116,6 +116,7 @@ def make_run(folder: Path, *, query_aware: bool = False, finished: bool = True) 
                 "questions": 2,
                 "query_aware": query_aware,
                 "params": {},
+                "floor": {"min_top1": 0.5, "max_nll": 1.8, "passed": True},
                 "missing": list(found.missing),
             }
         ],

@@ -148,7 +148,7 @@ def test_a_pool_holds_at_least_one_usable_block() -> None:
 def test_random_use_agrees_with_a_plain_model(seed: int) -> None:
     """Reference counts, the free queue as a plain list, and hashes as a plain dict."""
     rng, pool = random.Random(seed), BlockPool(8)
-    refs, queue, hashes = {i: 0 for i in range(1, 8)}, list(range(1, 8)), dict[int, bytes]()
+    refs, queue, hashes = dict.fromkeys(range(1, 8), 0), list(range(1, 8)), dict[int, bytes]()
     for _ in range(300):
         used = [i for i in refs if refs[i]]
         action = rng.choice(["allocate", "acquire", "release", "hash", "drop"])

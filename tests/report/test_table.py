@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -63,13 +64,14 @@ def test_a_narrow_console_splits_the_table_and_loses_no_column(tmp_path: Path) -
 
 def test_weak_dense_and_missing_questions_are_said(tmp_path: Path) -> None:
     found = make_run(tmp_path).sets[0]
-    weak = found.cells[0]
-    estimate = type(weak.quality["task"])(0.25, 0.0, 0.5, 4, 2)
-    changed = type(weak)(**{**vars(weak), "quality": {**weak.quality, "task": estimate}})
-    lines = words.warnings(type(found)(**{**vars(found), "cells": (changed,), "missing": ("fp8: lacks 1",)}))
-    assert lines[0] == "left out of the averages: fp8: lacks 1"
-    assert lines[1].startswith("dense itself scores 0.250 on the task (floor 0.5)")
     assert words.warnings(found) == []
+    floor = {"min_top1": 0.5, "max_nll": 0.4, "passed": False}
+    assert words.warnings(replace(found, floor=floor, missing=("fp8: lacks 1",), contexts=1)) == [
+        "left out of the averages: fp8: lacks 1",
+        "below the dense floor: dense itself reaches top-1 1.000 and NLL 0.500 (floor: at least 0.5, at most 0.4); "
+        "no arm can be judged here",
+        "one context only: no intervals",
+    ]
 
 
 def test_numbers_are_worded_once() -> None:

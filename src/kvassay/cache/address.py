@@ -18,7 +18,11 @@ EMPTY = np.iinfo(np.int32).min
 
 
 class Live(NamedTuple):
-    """Live slots by position: `slots`, `positions` `[heads, n]` (-1 padded), `counts [heads]`, two flags."""
+    """Live slots by position: `slots` and `positions` are `[heads, n]`, -1 padded, `counts` is `[heads]`.
+
+    `uniform`: every head has the same slots, though not necessarily the same positions in them;
+    `contiguous`: also, the slots are consecutive.
+    """
 
     slots: Ints
     positions: Ints
@@ -77,12 +81,14 @@ def live_slots(layer_map: LayerMap | None, heads: int, slots: int, shift: int, l
         return mapped
     if mapped.slots.size == 0:
         return _uniform_live(tail, shift, heads)
-    if mapped.uniform:
-        slots_row = _broadcast(np.concatenate((mapped.slots[0], tail)), heads)
-        positions_row = _broadcast(np.concatenate((mapped.positions[0], tail + np.int32(shift))), heads)
-        contiguous = mapped.contiguous and bool(mapped.slots[0, -1] + 1 == tail[0])
-        return Live(slots_row, positions_row, mapped.counts + np.int32(tail.size), True, contiguous)
-    return _append_ragged(mapped, tail, shift)
+    more = _uniform_live(tail, shift, heads)
+    counts = mapped.counts + more.counts
+    if (mapped.counts != mapped.counts[0]).any():
+        return Live(*_append_ragged(mapped, more), counts, False, False)
+    slots_of = np.concatenate((mapped.slots, more.slots), axis=1)
+    positions = np.concatenate((mapped.positions, more.positions), axis=1)
+    contiguous = mapped.contiguous and bool(mapped.slots[0, -1] + 1 == tail[0])
+    return Live(slots_of, positions, counts, mapped.uniform, contiguous)
 
 
 def _uniform_live(row: Ints, shift: int, heads: int) -> Live:
@@ -94,16 +100,15 @@ def _broadcast(row: Ints, heads: int) -> Ints:
     return np.broadcast_to(row.astype(np.int32, copy=False), (heads, row.size))
 
 
-def _append_ragged(mapped: Live, tail: Ints, shift: int) -> Live:
+def _append_ragged(mapped: Live, more: Live) -> tuple[Ints, Ints]:
+    """Slots and positions of `mapped` with `more` put right after each head's last one."""
     heads, width = mapped.slots.shape
-    columns = mapped.counts[:, None] + np.arange(tail.size)
-    joined = []
-    for part, more in ((mapped.slots, tail), (mapped.positions, tail + np.int32(shift))):
-        out = np.full((heads, width + tail.size), -1, dtype=np.int32)
-        out[:, :width] = part
-        np.put_along_axis(out, columns, np.broadcast_to(more, columns.shape), axis=1)
-        joined.append(out)
-    return Live(joined[0], joined[1], mapped.counts + np.int32(tail.size), False, False)
+    columns = mapped.counts[:, None] + np.arange(more.slots.shape[1])
+    head = np.arange(heads)[:, None]
+    slots, positions = (np.full((heads, width + more.slots.shape[1]), -1, dtype=np.int32) for _ in range(2))
+    slots[:, :width], positions[:, :width] = mapped.slots, mapped.positions
+    slots[head, columns], positions[head, columns] = more.slots, more.positions
+    return slots, positions
 
 
 def materialise(layer_map: LayerMap | None, heads: int, upto: int, shift: int) -> Ints:
@@ -126,14 +131,12 @@ def find(entries: Ints, heads: Index, positions: Index, dead: bool = False) -> I
     return slot_of[heads, positions]
 
 
-def dead_blocks(maps: list[LayerMap | None], block_size: int, upto: int) -> Bools:
-    """Per block, whether every slot of every head of every layer is dead; blocks end at slot `upto`."""
-    if any(m is None for m in maps):
-        return np.zeros(0, dtype=np.bool_)
-    blocks = min([upto, *(m.n for m in maps if m is not None)]) // block_size
+def dead_blocks(maps: list[LayerMap | None], block_size: int) -> Bools:
+    """Per full block that every layer maps, whether all its slots are dead for every head of every layer."""
+    mapped = [layer_map for layer_map in maps if layer_map is not None]
+    blocks = min(layer_map.n for layer_map in mapped) // block_size if len(mapped) == len(maps) else 0
     dead = np.ones(blocks, dtype=np.bool_)
-    for layer_map in maps:
-        if layer_map is not None:
-            part = layer_map.entries[:, : blocks * block_size] < 0
-            dead &= part.reshape(len(part), blocks, block_size).all(axis=(0, 2))
+    for layer_map in mapped:
+        part = layer_map.entries[:, : blocks * block_size] < 0
+        dead &= part.reshape(len(part), blocks, block_size).all(axis=(0, 2))
     return dead

@@ -251,6 +251,6 @@ def _pack_left(run: Encoded) -> Encoded:
         run.key,
         run.value,
         run.rope,
-        run.keys[rows, order],
-        run.values[rows, order],
+        run.keys()[rows, order],
+        run.values()[rows, order],
     )

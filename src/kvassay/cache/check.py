@@ -87,6 +87,7 @@ def _check_addresses(ledger: Tables, s: SequenceState, table: Table, layer: int,
     mapped = layer_map.entries if layer_map else np.empty((table.group.heads(layer), 0), dtype=np.int32)
     rule = np.arange(mapped.shape[1], table.slots) + len(s.tokens) - table.slots
     segments = ledger._segments.of(s.segments, (layer,))
+    null = np.array([ref == NULL_REF for ref in table.blocks], dtype=np.bool_)
     for head, row in enumerate(mapped):
         entries = np.concatenate((row, rule))
         named = entries[entries != np.iinfo(np.int32).min]
@@ -98,8 +99,8 @@ def _check_addresses(ledger: Tables, s: SequenceState, table: Table, layer: int,
                 raise LedgerCorrupt(f"{where} head {head}: a position has two places among {kind} {np.sort(found)}")
             if found.size and not 0 <= found.min() <= found.max() < len(s.tokens):
                 raise LedgerCorrupt(f"{where} head {head}: positions {np.sort(found)} of {len(s.tokens)} tokens")
-        for slot in np.flatnonzero(entries >= low):
-            if table.blocks[slot // table.group.block_size] == NULL_REF:
-                raise LedgerCorrupt(f"{where} head {head}: position {entries[slot]} lives in slot {slot}, a null block")
+        slots = np.flatnonzero(entries >= low)
+        for slot in slots[null[slots // table.group.block_size]]:
+            raise LedgerCorrupt(f"{where} head {head}: position {entries[slot]} lives in slot {slot}, a null block")
         if len(s.tokens) and live.size == 0 and table.group.window is None:
             raise LedgerCorrupt(f"{where} head {head}: nothing is left to read of {len(s.tokens)} tokens")

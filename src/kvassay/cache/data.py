@@ -6,15 +6,34 @@ and needs no order. `LayerData` is how a policy sees it: by ascending position.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-Part = tuple[Tensor, Tensor]
-"""Keys and values [kv_heads, tokens, dim] of one run of tokens."""
+
+class Run:
+    """Keys and values [kv_heads, tokens, dim] of one run of tokens, each read when first looked at."""
+
+    def __init__(self, keys: Callable[[], Tensor], values: Callable[[], Tensor], tokens: int) -> None:
+        self._keys, self._values, self.tokens = keys, values, tokens
+
+    @cached_property
+    def k(self) -> Tensor:
+        """Keys, post-RoPE."""
+        return self._keys()
+
+    @cached_property
+    def v(self) -> Tensor:
+        """Values."""
+        return self._values()
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor) -> Run:
+        """A run that is there already."""
+        return cls(lambda: k, lambda: v, k.shape[1])
 
 
 @dataclass(frozen=True)
@@ -27,7 +46,7 @@ class Stored:
     complete: no padding anywhere
     """
 
-    parts: tuple[Part, ...]
+    runs: tuple[Run, ...]
     positions: Tensor
     slots: Tensor
     bias: Tensor | None = None
@@ -41,8 +60,8 @@ class Stored:
 
     def by_position(self) -> LayerData:
         """The same tokens by ascending position, padding last and as narrow as it can be."""
-        if self.complete and len(self.parts) == 1 and self.encoded is None:
-            return LayerData(*self.parts[0], self.positions, self.slots, self.bias)
+        if self.complete and len(self.runs) == 1 and self.encoded is None:
+            return LayerData(self.runs[0], self.positions, self.slots, self.bias)
         alive = self.alive
         width = int(alive.sum(1).max()) if alive.numel() else 0
         key = self.positions.masked_fill(~alive, torch.iinfo(torch.int64).max)
@@ -62,25 +81,24 @@ class LayerData:
 
     def __init__(
         self,
-        k: Tensor,
-        v: Tensor,
+        run: Run,
         positions: Tensor,
         slots: Tensor,
         bias: Tensor | None = None,
         encoded: Tensor | None = None,
     ) -> None:
-        self._kv: Part | None = (k, v)
+        self._run = run
         self.positions, self.slots, self.bias, self.encoded = positions, slots, bias, encoded
 
     @property
     def k(self) -> Tensor:
         """Keys, post-RoPE."""
-        return self._both()[0]
+        return self._run.k
 
     @property
     def v(self) -> Tensor:
         """Values."""
-        return self._both()[1]
+        return self._run.v
 
     @property
     def alive(self) -> Tensor:
@@ -91,23 +109,22 @@ class LayerData:
     def dense(cls, k: Tensor, v: Tensor, first: int = 0) -> LayerData:
         """All tokens of k, v [kv_heads, tokens, dim] alive, at positions `first`, `first` + 1, ..."""
         positions = torch.arange(first, first + k.shape[1]).expand(k.shape[0], -1)
-        return cls(k, v, positions, positions)
+        return cls(Run.of(k, v), positions, positions)
+
+    @classmethod
+    def ragged(cls, k: Tensor, v: Tensor, positions: Tensor) -> LayerData:
+        """Tokens at given positions [kv_heads, tokens], -1 where a shorter head is padded."""
+        return cls(Run.of(k, v), positions, positions)
 
     @cached_property
     def stored(self) -> Stored:
         """The same as one run."""
         complete = bool(self.alive.all())
-        return Stored(((self.k, self.v),), self.positions, self.slots, self.bias, self.encoded, complete)
+        return Stored((self._run,), self.positions, self.slots, self.bias, self.encoded, complete)
 
-    def take(self, columns: Tensor) -> Part:
+    def take(self, columns: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of some columns (bool [tokens]) without touching the others."""
-        k, v = self._both()
-        return k[:, columns], v[:, columns]
-
-    def _both(self) -> Part:
-        if self._kv is None:
-            raise AssertionError("a LayerData without tensors must say how to get them")
-        return self._kv
+        return self.k[:, columns], self.v[:, columns]
 
 
 class _Reordered(LayerData):
@@ -118,24 +135,29 @@ class _Reordered(LayerData):
             return None if x is None else torch.gather(x, 1, order)
 
         self._stored, self._order = stored, order
-        self._kv = None
-        self.positions = torch.gather(stored.positions, 1, order)
-        self.slots = torch.gather(stored.slots, 1, order)
-        self.bias, self.encoded = pick(stored.bias), pick(stored.encoded)
+        run = Run(
+            lambda: _pick([run.k for run in stored.runs], order),
+            lambda: _pick([run.v for run in stored.runs], order),
+            order.shape[1],
+        )
+        super().__init__(
+            run,
+            torch.gather(stored.positions, 1, order),
+            torch.gather(stored.slots, 1, order),
+            pick(stored.bias),
+            pick(stored.encoded),
+        )
 
-    def take(self, columns: Tensor) -> Part:
-        order = self._order[:, columns]
-        return _pick([p[0] for p in self._stored.parts], order), _pick([p[1] for p in self._stored.parts], order)
-
-    def _both(self) -> Part:
-        if self._kv is None:
-            self._kv = self.take(torch.ones(self._order.shape[1], dtype=torch.bool))
-        return self._kv
+    def take(self, columns: Tensor) -> tuple[Tensor, Tensor]:
+        order, runs = self._order[:, columns], self._stored.runs
+        return _pick([run.k for run in runs], order), _pick([run.v for run in runs], order)
 
 
 def _pick(runs: Sequence[Tensor], order: Tensor) -> Tensor:
     """Rows `order` [kv_heads, n] of runs laid end to end."""
     heads = torch.arange(order.shape[0])[:, None]
+    if len(runs) == 1:
+        return runs[0][heads, order]
     out = runs[0].new_empty(*order.shape, runs[0].shape[-1])
     first = 0
     for run in runs:

@@ -29,7 +29,6 @@ class Encoded:
     _keys: Tensor | None = field(default=None, repr=False)
     _values: Tensor | None = field(default=None, repr=False)
 
-    @property
     def keys(self) -> Tensor:
         """float [kv_heads, n, k_dim], post-RoPE."""
         if self._keys is None:
@@ -37,7 +36,6 @@ class Encoded:
             self._keys = rotate(decoded, self.positions.clamp(min=0), self.rope) if self.rope else decoded
         return self._keys
 
-    @property
     def values(self) -> Tensor:
         """float [kv_heads, n, v_dim]."""
         if self._values is None:

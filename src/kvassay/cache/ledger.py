@@ -69,7 +69,7 @@ class Ledger(Views):
         dereferenced = 0
         for table in s.tables:
             maps = [table.maps.get(layer) for layer in table.group.layers]
-            dead = dead_blocks(maps, table.group.block_size, s.committed_slots(table))
+            dead = dead_blocks(maps, table.group.block_size)
             gone = [i for i in np.flatnonzero(dead)[::-1] if table.blocks[i] != NULL_REF]
             self.pool.release([table.blocks[i].id for i in gone])
             for i in gone:
@@ -117,20 +117,21 @@ class Ledger(Views):
     def compact(self, seq: int, group: int) -> list[Op]:
         """Move live slots to the front, padded to the widest (layer, head), and free the tail blocks.
 
-        Leading blocks without a hole stay as they are, shared and hashed; of the others, blocks with
-        another owner are replaced (which takes new blocks first), and none stays hashed. Positions are
-        unchanged. The ops say which slots move; `MoveSlots.count` is the copy to charge. Full groups only.
+        Nothing moves while some head has no hole, as no slot would be gained. Leading blocks without a
+        hole stay as they are, shared and hashed; of the others, blocks with another owner are replaced
+        (which takes new blocks first), and none stays hashed. Positions are unchanged. The ops say which
+        slots move; `MoveSlots.count` is the copy to charge. Full groups only.
         """
         s = self._edit(seq)
         table = self._full_table(s, group)
         self._refuse_unsettled(seq, s, "compaction")
         size = table.group.block_size
         entries = {layer: s.entries(table, layer) for layer in table.group.layers}
-        first_hole = min(_first_hole(array) for array in entries.values())
-        if first_hole == table.slots:
-            return []
         width = max(int((array >= 0).sum(axis=1).max(initial=0)) for array in entries.values())
-        old, table.blocks = table.blocks, self._destinations(table, first_hole // size, -(-width // size))
+        if width == table.slots:
+            return []
+        stay = min(_first_hole(array) for array in entries.values()) // size
+        old, table.blocks = table.blocks, self._destinations(table, stay, -(-width // size))
         table.slots = width
         ops: list[Op] = []
         for layer, array in entries.items():

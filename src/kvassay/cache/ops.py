@@ -94,7 +94,8 @@ class SlotView:
 
     `logical`, `block_ids`, `offsets` and `positions` are int32 `[kv_heads, n]`, `counts` is `[kv_heads]`;
     `logical // block_size` is the block's ordinal in the sequence's table. All arrays are read-only.
-    `uniform`: row 0 speaks for every head. `is_identity`: also, its logical slots are consecutive.
+    `uniform`: every head reads the same slots, though after a compaction not the same positions there;
+    `is_identity`: also, those slots are consecutive.
     """
 
     logical: Ints

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvassay.cache.apply import apply_edits
-from kvassay.cache.data import LayerData, Part, Stored
+from kvassay.cache.data import LayerData, Run, Stored
 from kvassay.cache.edits import Decision
 from kvassay.cache.encoded import Encoded
 from kvassay.cache.ledger import Ledger
@@ -102,23 +102,23 @@ class PagedCache:
         """The same as it lies: encoded segments, then raw slots."""
         view = self.ledger.slots(seq, layer, queries)
         segments = self.ledger.segments(seq, layer)
-        complete = int(view.counts.min(initial=0)) == view.positions.shape[1]
-        parts: list[Part] = [self.store.read(layer, view)]
+        complete = bool((view.counts == view.positions.shape[1]).all())
+        runs = [self.store.run_of(layer, view)]
         positions, slots = _long(view.positions), _long(view.logical)
         encoded = None
         if segments:
-            runs = [self.encoded[segment.id] for segment in segments]
+            encodings = [self.encoded[segment.id] for segment in segments]
             masks = [torch.tensor(segment.alive) for segment in segments]
             at = [_long(s.positions).masked_fill(~alive, -1) for s, alive in zip(segments, masks, strict=True)]
             was = [_long(s.slots).masked_fill(~alive, -1) for s, alive in zip(segments, masks, strict=True)]
             encoded = torch.cat([*masks, torch.zeros_like(positions, dtype=torch.bool)], 1)
-            parts = [(run.keys, run.values) for run in runs] + parts
+            runs = [Run(e.keys, e.values, e.positions.shape[1]) for e in encodings] + runs
             positions, slots = torch.cat([*at, positions], 1), torch.cat([*was, slots], 1)
             complete = complete and all(bool(alive.all()) for alive in masks)
         bias = self._bias.get((seq, layer))
         if bias is not None:
             bias = _at_positions(bias, positions)
-        return Stored(tuple(parts), positions, slots, bias, encoded, complete)
+        return Stored(tuple(runs), positions, slots, bias, encoded, complete)
 
     def is_plain(self, seq: int, layer: int) -> bool:
         """Whether the layer lies in slots alone: no encoded segment, no bias."""

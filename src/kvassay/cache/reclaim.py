@@ -181,11 +181,10 @@ class _Case:
         return self._bytes(slots * self.dropping * self.slot_bytes)
 
     def _compaction(self) -> Freed:
-        holes = np.flatnonzero(~np.concatenate(self.masks).all(axis=0))
-        if self.windowed or not holes.size:
-            return Freed()
-        stay = int(holes[0]) // self.size
         width = max(int(mask.sum(axis=1).max()) for mask in self.masks)
+        if self.windowed or width == self.tokens:
+            return Freed()
+        stay = int(np.concatenate(self.masks).all(axis=0).argmin()) // self.size
         after = -(-width // self.size)
         goes_to, new = self._destinations(stay, after)
         moved, moved_bytes = 0, 0.0

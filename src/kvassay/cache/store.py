@@ -7,12 +7,14 @@ id therefore reads another layer's data instead of zeros, and tests see it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvassay.cache.data import Run
 from kvassay.cache.ops import CopyBlock, GroupSpec, Ints, MoveSlots, Op, SlotView
 from kvassay.layout.model import Layout
 
@@ -37,7 +39,11 @@ class KVStore:
         depth = max(len(group.layers) for group in groups)
         for place in range(depth):
             users = [(group, group.layers[place]) for group in groups if place < len(group.layers)]
-            width = max(group.block_size * layout.layers[layer].kv.elements for group, layer in users)
+            kvs = [layout.layers[layer].kv for _, layer in users]
+            width = max(group.block_size * kv.elements for (group, _), kv in zip(users, kvs, strict=True))
+            # Whole rows of every head dimension, so that any side of a block can be read as rows.
+            step = math.lcm(*(dim for kv in kvs for dim in (kv.k_dim, kv.v_dim)))
+            width = -(-width // step) * step
             buffer = torch.empty(num_blocks, width, dtype=dtype, device=device)
             if poison:
                 buffer.fill_(float("nan"))
@@ -73,19 +79,10 @@ class KVStore:
         if v is not None:
             self._v[layer][b, head, o] = v
 
-    def read(self, layer: int, view: SlotView) -> tuple[Tensor, Tensor]:
-        """Gather k, v [kv_heads, tokens, dim] of a slot view; padding rows are arbitrary."""
+    def run_of(self, layer: int, view: SlotView) -> Run:
+        """Keys and values [kv_heads, tokens, dim] of a slot view, read when looked at; padding is arbitrary."""
         k, v = self._k[layer], self._v[layer]
-        n = view.positions.shape[1]
-        if view.is_identity and n:
-            first = int(view.offsets[0, 0])
-            starts = np.flatnonzero((view.offsets[0] == 0) | (np.arange(n) == 0))
-            rows = slice(first, first + n)
-            return _run(k, view.block_ids[0, starts])[:, rows], _run(v, view.block_ids[0, starts])[:, rows]
-        heads = torch.arange(k.shape[1])[:, None]
-        b = torch.from_numpy(view.block_ids.astype(np.int64)).clamp(min=0)
-        o = torch.from_numpy(view.offsets.astype(np.int64)).clamp(min=0)
-        return k[b, heads, o], v[b, heads, o]
+        return Run(lambda: _gather(k, view), lambda: _gather(v, view), view.positions.shape[1])
 
     def run(self, ops: Iterable[Op]) -> int:
         """Execute the ledger's copies, in order; returns the number of elements moved."""
@@ -110,9 +107,30 @@ class KVStore:
         return moved
 
 
-def _run(side: Tensor, blocks: Ints) -> Tensor:
+def _gather(side: Tensor, view: SlotView) -> Tensor:
+    """The live slots of one side, [kv_heads, tokens, dim]."""
+    heads, n = view.positions.shape
+    if view.is_identity and n:
+        first = int(view.offsets[0, 0])
+        starts = np.flatnonzero((view.offsets[0] == 0) | (np.arange(n) == 0))
+        return _whole_blocks(side, view.block_ids[0, starts])[:, first : first + n]
+    rows = _rows(side)
+    head = np.arange(heads)[:, None] * view.block_size
+    per_block = side.stride(0) // side.shape[-1]
+    index = view.block_ids.astype(np.int64) * per_block + head + view.offsets
+    return rows.index_select(0, torch.from_numpy(index.clip(0)).flatten()).view(heads, n, -1)
+
+
+def _whole_blocks(side: Tensor, blocks: Ints) -> Tensor:
     """The slots of whole blocks, one after the other: [kv_heads, blocks * block_size, dim]."""
     first, last = int(blocks[0]), int(blocks[-1])
     consecutive = bool((np.diff(blocks) == 1).all())
     chosen = side[first : last + 1] if consecutive else side[torch.from_numpy(blocks.astype(np.int64))]
     return chosen.transpose(0, 1).flatten(1, 2)
+
+
+def _rows(side: Tensor) -> Tensor:
+    """One side of all blocks as rows of `dim`: row `block * rows_per_block + head * block_size + offset`."""
+    dim = side.shape[-1]
+    rows = (side.shape[0] * side.stride(0) - side.storage_offset()) // dim
+    return side.as_strided((rows, dim), (dim, 1))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 
 @click.group()
@@ -35,7 +36,7 @@ def fetch(names: tuple[str, ...], everything: bool, force: bool) -> None:
         with console.status("") as status:
 
             def show(line: str, name: str = entry.name) -> None:
-                console.log(f"{name}: {line}", _stack_offset=2)
+                console.print(f"{name}: {line}", markup=False, highlight=False)
                 status.update(line)
 
             folder = fetch_model(entry.name, show, force=force)
@@ -48,18 +49,17 @@ def list_models(as_json: bool) -> None:
     """List the embedded models: licence, whether fetched, size, native context."""
     from kvassay.record.models import CATALOGUE, MANIFEST, is_fetched, model_dir
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     for entry in CATALOGUE.values():
         there = is_fetched(entry.name)
         manifest = model_dir(entry.name) / MANIFEST
-        size = json.loads(manifest.read_text(encoding="utf-8"))["bytes"] if there else None
         rows.append(
             {
                 "name": entry.name,
                 "licence": entry.licence.name,
                 "open_source": entry.licence.open_source,
                 "fetched": there,
-                "bytes": size,
+                "bytes": json.loads(manifest.read_text(encoding="utf-8"))["bytes"] if there else None,
                 "download_mb": entry.download_mb,
                 "native_context": entry.native_context,
                 "shape": entry.shape,
@@ -68,11 +68,10 @@ def list_models(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
-    table = Table("name", "licence", "fetched", "size", "native context", "shape")
+    table = Table(Column("name", no_wrap=True), "licence", "fetched", "size", "context", "shape")
     for row in rows:
-        size = row["bytes"]
-        shown = f"{size / 1e6:.0f} MB" if isinstance(size, int) else f"{row['download_mb']} MB to download"
-        licence = f"{row['licence']}{'' if row['open_source'] else ' (not open source)'}"
+        size = f"{row['bytes'] / 1e6:.0f} MB" if row["fetched"] else f"{row['download_mb']} MB to download"
+        licence = row["licence"] + ("" if row["open_source"] else " (not open source)")
         fetched = "yes" if row["fetched"] else "no"
-        table.add_row(row["name"], licence, fetched, shown, str(row["native_context"]), row["shape"])
+        table.add_row(row["name"], licence, fetched, size, str(row["native_context"]), row["shape"])
     Console().print(table)

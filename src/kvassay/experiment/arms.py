@@ -28,12 +28,14 @@ def build_arms(experiment: Experiment, source: str, base: Path) -> list[Arm]:
     budgets = [_named(f"{source}: [arms] budgets", Budget.parse, text) for text in wanted.budgets]
     policies = [_named(f"{source}: [arms] policies", _parse_from(base), text) for text in wanted.policies]
     protection = Protection(experiment.protection.sink, experiment.protection.recent)
-    shared = always_on(budgets, protection) if wanted.always_on else []
+    shared = _named(f"{source}: [arms] budgets", _shared(protection), budgets) if wanted.always_on else []
     taken = {arm.label for arm in shared}
-    try:
-        own = [arm for policy in policies for arm in grid([policy], budgets, protection) if arm.label not in taken]
-    except KvassayError as error:
-        raise ExperimentError(f"{source}: [arms] {error}") from None
+    own = [
+        arm
+        for policy in policies
+        for arm in _named(f"{source}: [arms]", _candidate(policy, protection), budgets)
+        if arm.label not in taken
+    ]
     arms = [*shared, *own]
     labels = [arm.label for arm in arms]
     twice = sorted({label for label in labels if labels.count(label) > 1})
@@ -62,7 +64,7 @@ def describe_arms(arms: Sequence[Arm], experiment: Experiment) -> list[ArmInfo]:
     shared: set[str] = set()
     if experiment.arms.always_on:
         budgets = [Budget.parse(text) for text in experiment.arms.budgets]
-        shared = {arm.label for arm in always_on(budgets, Protection())}
+        shared = {arm.label for arm in _shared(Protection())(budgets)}
     return [_describe(arm, arm.label in shared) for arm in arms]
 
 
@@ -82,6 +84,26 @@ def _describe(arm: Arm, always: bool) -> ArmInfo:
         gaps=card.gaps,
         deviations=card.deviations,
     )
+
+
+def _shared(protection: Protection) -> Callable[[Sequence[Budget]], list[Arm]]:
+    """The always-on arms; a fraction in any unit is for them a fraction of the tokens."""
+
+    def make(budgets: Sequence[Budget]) -> list[Arm]:
+        tokens = [Budget("keep_tokens", b.amount) if b.amount <= 1 or b.unit == "read_tokens" else b for b in budgets]
+        return always_on(list(dict.fromkeys(tokens)), protection)
+
+    return make
+
+
+def _candidate(policy: Policy, protection: Protection) -> Callable[[Sequence[Budget]], list[Arm]]:
+    """One policy at every budget in a unit it can honour; an error if there is none."""
+
+    def make(budgets: Sequence[Budget]) -> list[Arm]:
+        units = policy.card.budgets | ({"keep_tokens"} if "read_tokens" in policy.card.budgets else set())
+        return grid([policy], [b for b in budgets if b.unit in units] or budgets, protection)
+
+    return make
 
 
 def _parse_from(base: Path) -> Callable[[str], Policy]:

@@ -20,8 +20,18 @@ PACKAGE = "kvassay"
 REPLAY = "kvassay.replay.closed"
 TWINS = "kvassay.policy.twins"
 RECORDER = ("kvassay.record.transformers", "kvassay.record.capture", "kvassay.record.calling", "kvassay.record.taps")
-OUTSIDE = ("kvassay.policy.registry", "kvassay.policy.describe", "kvassay.runtime", "kvassay.errors")
-"""Reached, but they only resolve names, set the environment or word errors."""
+OUTSIDE = (
+    "kvassay",
+    "kvassay.errors",
+    "kvassay.runtime",
+    "kvassay.layout.embedded",
+    "kvassay.policy.registry",
+    "kvassay.policy.describe",
+    "kvassay.record.hashing",
+    "kvassay.record.models",
+    "kvassay.record.quiet",
+)
+"""Reached, but they only resolve names, list models, silence logs or word errors."""
 NOT_CELLS = ("kvassay.experiment", "kvassay.report", "kvassay.gate", "kvassay.cli")
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvassay.errors import ExperimentError, LayoutError
+from kvassay.errors import ExperimentError, LayoutError, WorkloadError
 from kvassay.experiment.arms import build_arms, check_budgets
 from kvassay.experiment.code import recorder_code, replay_code
 from kvassay.experiment.schema import Experiment, Workload
@@ -29,6 +29,7 @@ from kvassay.replay.arms import Arm
 from kvassay.replay.protocol import Protocol
 from kvassay.trace.reader import Trace
 from kvassay.trace.schema import SCHEMA_VERSION
+from kvassay.workload.registry import get
 from kvassay.workload.sample import Sample
 
 KEY_LENGTH = 16
@@ -46,7 +47,7 @@ class TraceSet:
     @property
     def label(self) -> str:
         """Short name, unique within an experiment: `kv_short 2k`, with what differs from the defaults."""
-        more = [f"{key}={value}" for key, value in self.workload.params.items()]
+        more = [f"{key}={_base(value)}" for key, value in self.workload.params.items()]
         text = f"{self.workload.name} {show_tokens(self.workload.length)}" + (f" ({', '.join(more)})" if more else "")
         return text + (" query-aware" if self.workload.query_aware else "")
 
@@ -79,7 +80,7 @@ class Plan:
     @property
     def trace_sets(self) -> tuple[TraceSet, ...]:
         """Each model on each workload, in file order."""
-        return tuple(dict.fromkeys(unit.trace_set for unit in self.units))
+        return tuple(unit.trace_set for unit in self.units if unit.index == 0)
 
 
 def make_plan(experiment: Experiment, source: str, base: Path) -> Plan:
@@ -127,13 +128,11 @@ def record_options(experiment: Experiment, cards: Sequence[Card]) -> RecordOptio
 
 def check_workloads(experiment: Experiment, source: str) -> None:
     """Refuse an unknown workload."""
-    from kvassay.errors import did_you_mean
-    from kvassay.workload import names
-
     for number, workload in enumerate(experiment.workload):
-        if workload.name not in names():
-            hint = did_you_mean(workload.name, names())
-            raise ExperimentError(f"{source}: [[workload]] {number + 1}: no workload is called '{workload.name}'{hint}")
+        try:
+            get(workload.name)
+        except WorkloadError as error:
+            raise ExperimentError(f"{source}: [[workload]] {number + 1}: {error}") from None
 
 
 def check_lengths(experiment: Experiment, source: str) -> None:
@@ -159,6 +158,11 @@ def check_lengths(experiment: Experiment, source: str) -> None:
 def short_model(name: str) -> str:
     """A model's name without the folders before it."""
     return Path(name).expanduser().name if "/" in name else name
+
+
+def _base(value: object) -> object:
+    """A parameter for a label: the last part of a path."""
+    return Path(value).name if isinstance(value, str) and "/" in value else value
 
 
 def trace_folder(unit: Unit, identity: ModelIdentity, sample: Sample, options: RecordOptions) -> str:
@@ -202,15 +206,8 @@ def trace_content(trace: Trace) -> str:
 def _arm_key(arm: Arm) -> dict[str, Any]:
     kind = type(arm.policy)
     module = kind.__module__ if kind.__module__.startswith("kvassay.") else "plug-in"
-    return {
-        "label": arm.label,
-        "policy": f"{module}:{kind.__qualname__}",
-        "parameters": arm.policy.parameters,
-        "budget": arm.budget.label if arm.budget is not None else None,
-        "protection": dataclasses.asdict(arm.protection),
-        "prefill": str(arm.prefill),
-        "alone": arm.alone,
-    }
+    rest = {f.name: str(getattr(arm, f.name)) for f in dataclasses.fields(arm) if f.name != "policy"}
+    return {"policy": f"{module}:{kind.__qualname__}", "parameters": arm.policy.parameters, **rest}
 
 
 def _key(parts: dict[str, Any]) -> str:

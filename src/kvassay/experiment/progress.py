@@ -68,7 +68,8 @@ class Plain:
         self._print(f"{seconds:.1f} s" + (f", about {_clock(left)} left" if self.done < self.total else ""))
 
     def _print(self, text: str) -> None:
-        self.console.print(f"[{self.done}/{self.total}] {self.title}: {text}", markup=False, highlight=False)
+        line = f"[{self.done}/{self.total}] {self.title}: {text}"
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 class Bars:

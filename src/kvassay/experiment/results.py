@@ -29,7 +29,10 @@ class SetResult:
     questions: int
     """Per context."""
     query_aware: bool
+    """Whether the question was visible when the cache was compressed."""
     cells: tuple[Cell, ...]
+    floor: Mapping[str, Any] | None = None
+    """`min_top1`, `max_nll` and `passed`: what dense must manage here before any arm may be judged."""
     missing: tuple[str, ...] = ()
     """What was left out of the averages, one line each."""
 
@@ -109,5 +112,6 @@ def _set(item: Mapping[str, Any], rows: list[dict[str, Any]]) -> SetResult:
         questions=item["questions"],
         query_aware=item["query_aware"],
         cells=tuple(cell_from_row(row) for row in mine),
+        floor=item["floor"],
         missing=tuple(item["missing"]),
     )

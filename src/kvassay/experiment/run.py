@@ -16,7 +16,7 @@ from kvassay.errors import ExperimentError
 from kvassay.experiment.arms import describe_arms
 from kvassay.experiment.collect import collect
 from kvassay.experiment.folder import MANIFEST, RESOLVED, RunFolder
-from kvassay.experiment.plan import Plan, Unit, trace_folder, unit_key
+from kvassay.experiment.plan import Plan, Unit, short_model, trace_folder, unit_key
 from kvassay.experiment.progress import Listener, Silent
 from kvassay.experiment.provenance import commit, machine, now
 from kvassay.experiment.results import Results, dump_manifest, read_manifest
@@ -29,7 +29,7 @@ from kvassay.replay.arms import Arm
 from kvassay.replay.closed import replay_trace
 from kvassay.replay.protocol import Protocol
 from kvassay.trace.reader import Trace
-from kvassay.workload import build
+from kvassay.workload.registry import build
 from kvassay.workload.sample import Sample
 
 Replay = Callable[[LoadedModel, Trace, Sequence[Arm], Protocol, Callable[[str], None]], list[BranchResult]]
@@ -103,10 +103,12 @@ def _run_model(
     listener.step(f"loading {model}")
     loaded = load(model, device=plan.experiment.experiment.device)
     manifest["models"].append(asdict(loaded.identity))
+    # All texts first: a workload that cannot be made is refused before anything is recorded.
+    samples = [make_sample(loaded, unit, plan) for unit in units]
     done = []
-    for unit in units:
+    for unit, sample in zip(units, samples, strict=True):
         listener.begin(unit.title)
-        item, found = _run_unit(loaded, unit, plan, folder, listener, replay)
+        item, found = _run_unit(loaded, unit, sample, plan, folder, listener, replay)
         done.append(item)
         listener.end(found)
     del loaded
@@ -115,10 +117,9 @@ def _run_model(
 
 
 def _run_unit(
-    loaded: LoadedModel, unit: Unit, plan: Plan, folder: RunFolder, listener: Listener, replay: Replay
+    loaded: LoadedModel, unit: Unit, sample: Sample, plan: Plan, folder: RunFolder, listener: Listener, replay: Replay
 ) -> tuple[Done, bool]:
     """One unit, and whether it was there already."""
-    sample = make_sample(loaded, unit, plan)
     trace = _trace(loaded, unit, sample, plan, folder, listener)
     key = unit_key(trace, plan)
     done = Done(unit, key, trace.path.name)
@@ -134,6 +135,7 @@ def _run_unit(
 def make_sample(loaded: LoadedModel, unit: Unit, plan: Plan) -> Sample:
     """The unit's context and questions."""
     workload = unit.trace_set.workload
+    params: dict[str, Any] = dict(workload.params)
     return build(
         workload.name,
         loaded.tokenizer,
@@ -142,7 +144,7 @@ def make_sample(loaded: LoadedModel, unit: Unit, plan: Plan) -> Sample:
         index=unit.index,
         questions=workload.questions,
         query_aware=workload.query_aware,
-        **workload.params,
+        **params,
     )
 
 
@@ -182,7 +184,7 @@ def _check_rows(rows: Sequence[BranchResult], trace: Trace, plan: Plan) -> None:
 
 def _about(item: Done) -> dict[str, Any]:
     return {
-        "model": item.unit.trace_set.model,
+        "model": short_model(item.unit.trace_set.model),
         "trace_set": item.unit.trace_set.label,
         "context": item.unit.index,
         "trace": item.trace,

@@ -79,7 +79,11 @@ class Arms(Table):
     policies: Names = ()
     """Candidates, with parameters: "snapkv(window=32)", or of a file: "my_policy.py:MyPolicy"."""
     budgets: Names = Field(min_length=1)
-    """How much may be kept or read: "keep=0.25" (fraction), "keep=512" (tokens), "read=0.1", "bytes=0.25"."""
+    """How much may be kept or read: "keep=0.25" (fraction), "keep=512" (tokens), "read=0.1", "bytes=0.25".
+
+    A policy runs at those in a unit it can honour; policies that select what is read take `keep` as `read`, and
+    the always-on arms take any fraction as one of the tokens.
+    """
     always_on: bool = True
     """Run the arms that every candidate is judged against; without dense nothing is compared."""
 

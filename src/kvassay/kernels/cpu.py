@@ -14,19 +14,18 @@ from numba import njit, prange
 from torch import Tensor
 
 
-@njit(parallel=True, fastmath=True, cache=True)  # type: ignore[misc]
-def _paged_decode(q, k, v, slots, first, count, scale, softcap, sinks, out):  # type: ignore[no-untyped-def] # pragma: no cover
+@njit(parallel=True, fastmath=True, cache=True)
+def _paged_decode(q, k, v, slots, count, scale, softcap, sinks, out):  # type: ignore[no-untyped-def] # pragma: no cover
     lanes, kv_heads, group, k_dim = q.shape
     v_dim = v.shape[-1]
     block_size = k.shape[2]
     for task in prange(lanes * kv_heads):
         lane, head = task // kv_heads, task % kv_heads
-        start = first[lane, head]
-        n = count[lane, head] - start
+        n = count[lane, head]
         score = np.empty((group, n), dtype=np.float32)
         top = np.full(group, -np.inf, dtype=np.float32)
         for t in range(n):
-            slot = slots[lane, head, start + t]
+            slot = slots[lane, head, t]
             row = k[slot // block_size, head, slot % block_size]
             for g in range(group):
                 query = q[lane, head, g]
@@ -51,7 +50,7 @@ def _paged_decode(q, k, v, slots, first, count, scale, softcap, sinks, out):  # 
             for d in range(v_dim):
                 out[lane, head, g, d] = 0
         for t in range(n):
-            slot = slots[lane, head, start + t]
+            slot = slots[lane, head, t]
             row = v[slot // block_size, head, slot % block_size]
             for g in range(group):
                 weight = score[g, t]
@@ -69,7 +68,6 @@ def paged_decode(
     k: Tensor,
     v: Tensor,
     slots: Tensor,
-    first: Tensor,
     count: Tensor,
     *,
     scale: float,
@@ -79,8 +77,8 @@ def paged_decode(
     """Attention of one query token per lane over its own slots.
 
     q: float32 [lanes, q_heads, k_dim]; k, v: float32 [blocks, kv_heads, block_size, dim], any strides but
-    a contiguous last dimension; slots: int32 [lanes, kv_heads, capacity], physical; entries `first` (int32
-    [lanes, kv_heads]) to `count` are read; sinks: float [q_heads] logits without a value, or None.
+    a contiguous last dimension; slots: int32 [lanes, kv_heads, capacity], physical, of which the first `count`
+    (int32 [lanes, kv_heads]) are read; sinks: float [q_heads] logits without a value, or None.
     Returns float32 [lanes, q_heads, v_dim].
     """
     lanes, q_heads, k_dim = q.shape
@@ -93,7 +91,6 @@ def paged_decode(
         k.numpy(),
         v.numpy(),
         slots.numpy(),
-        first.numpy(),
         count.numpy(),
         np.float32(scale),
         np.float32(softcap or 0.0),

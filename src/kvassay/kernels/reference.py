@@ -52,11 +52,12 @@ def attend(
     Returns [q_heads, queries, v_dim] in q's dtype.
     """
     weights = attention_weights(q, data, seen, scale=scale, softcap=softcap, sinks=sinks)
-    rows = weights.view(data.positions.shape[0], -1, weights.shape[-1])
-    widths = [v.shape[1] for _, v in data.parts]
+    widths = [run.tokens for run in data.runs]
+    rows = weights.view(data.positions.shape[0], -1, weights.shape[-1]).split(widths, dim=-1)
+    alive = data.alive.split(widths, dim=1)
     out = sum(
-        torch.matmul(w, _clean(v, a, data.complete).to(q.dtype))
-        for w, (_, v), a in zip(rows.split(widths, dim=-1), data.parts, data.alive.split(widths, dim=1), strict=True)
+        torch.matmul(w, _clean(run.v, a, data.complete).to(q.dtype))
+        for w, run, a in zip(rows, data.runs, alive, strict=True)
     )
     assert isinstance(out, Tensor)
     return out.view(q.shape[0], q.shape[1], -1)
@@ -75,8 +76,8 @@ def attention_weights(
     kv_heads, tokens = data.positions.shape
     q_heads, queries = q.shape[0], q.shape[1]
     rows = q.reshape(kv_heads, -1, q.shape[-1])
-    keys = [k.to(q.dtype) for k, _ in data.parts]
-    logits = torch.cat([torch.matmul(rows, k.transpose(1, 2)) for k in keys], dim=-1) * scale
+    parts = [torch.matmul(rows, run.k.to(q.dtype).transpose(1, 2)) for run in data.runs]
+    logits = torch.cat(parts, dim=-1) * scale
     if softcap:
         logits = torch.tanh(logits / softcap) * softcap
     if data.bias is not None:

@@ -42,7 +42,8 @@ class BranchResult:
 
     # Free-running: greedy decoding from the question on.
     task: float
-    """Task score in [0, 1] of the generated text; higher is better."""
+    """The workload's score in [0, 1] of the generated text, over the part of the answer that the protocol's
+    `free_tokens` covers; higher is better."""
     divergence: int | None
     """First generated token that differs from dense's, None if none does."""
     generated: str

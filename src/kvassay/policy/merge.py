@@ -36,7 +36,7 @@ class NearestMerge(Policy):
 
     scorer: Literal["knorm", "snapkv"] = "knorm"
     similarity: float = 0.0
-    chunk: int = 1024
+    chunk: int = 256
 
     card: ClassVar[Card] = Card(
         name="nearest-merge",
@@ -74,14 +74,30 @@ class NearestMerge(Policy):
 
     def targets(self, layer: LayerView, keep: Tensor) -> Tensor:
         """int64 [kv_heads, tokens]: view index of the kept token of most similar key; -1 for kept and unmerged ones."""
-        unit = functional.normalize(layer.keys, dim=-1).masked_fill(~layer.alive[..., None], 0.0)
-        kept = keep.int().argsort(dim=1, descending=True, stable=True)[:, : int(keep.sum(1).max())]
-        real = keep.gather(1, kept)
-        base = unit.gather(1, kept[..., None].expand(-1, -1, unit.shape[2])).mT
+        unit = functional.normalize(layer.keys, dim=-1)
+        kept, is_kept = _indices(keep)
+        gone, is_gone = _indices(layer.alive & ~keep)
+        base = _rows(unit, kept).masked_fill(~is_kept[..., None], 0.0).mT
         into = torch.full(keep.shape, -1)
-        for start in range(0, keep.shape[1], self.chunk):
+        for start in range(0, gone.shape[1], self.chunk):
             part = slice(start, start + self.chunk)
-            best = (unit[:, part] @ base).masked_fill(~real[:, None], -2.0).max(dim=-1)
-            wanted = layer.alive[:, part] & ~keep[:, part] & (best.values >= self.similarity)
-            into[:, part] = kept.gather(1, best.indices).masked_fill(~wanted, -1)
+            likeness = _rows(unit, gone[:, part]) @ base
+            if not bool(is_kept.all()):
+                likeness = likeness.masked_fill(~is_kept[:, None], -2.0)
+            best = likeness.max(dim=-1)
+            wanted = is_gone[:, part] & (best.values >= self.similarity)
+            rows, columns = wanted.nonzero(as_tuple=True)
+            into[rows, gone[:, part][rows, columns]] = kept[rows, best.indices[rows, columns]]
         return into
+
+
+def _indices(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Per row, where a mask [kv_heads, tokens] is true, padded to the widest row; and which are no padding."""
+    width = int(mask.sum(1).max())
+    order = mask.int().argsort(dim=1, descending=True, stable=True)[:, :width]
+    return order, mask.gather(1, order)
+
+
+def _rows(x: Tensor, index: Tensor) -> Tensor:
+    """Rows `index` [kv_heads, n] of x [kv_heads, tokens, dim]."""
+    return x.gather(1, index[..., None].expand(-1, -1, x.shape[2]))

@@ -113,7 +113,11 @@ def make_header(loaded: LoadedModel, sample: Sample, options: RecordOptions) -> 
 
 
 def _entry(branch: Branch) -> BranchEntry:
-    own = {"question_text": branch.question_text, "scored": list(branch.scored), "depth": branch.depth}
+    own: dict[str, Any] = {
+        "question_text": branch.question_text,
+        "scored": list(branch.scored),
+        "depth": branch.depth,
+    }
     return BranchEntry(
         tokens=len(branch.token_ids),
         question_tokens=len(branch.question_ids),
@@ -123,5 +127,6 @@ def _entry(branch: Branch) -> BranchEntry:
 
 
 def recipe_params(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """The workload parameters among a sample's meta."""
-    return dict(meta.get("params", {}))
+    """What a sample's recipe says beyond the fields that `Recipe` has of its own; empty without a recipe."""
+    own = ("workload", "length", "seed", "index", "query_aware")
+    return {key: value for key, value in meta.get("recipe", {}).items() if key not in own}

@@ -27,6 +27,7 @@ from kvassay.trace.reader import Trace
 from kvassay.trace.schema import PREFIX, TraceHeader, branch_name
 from kvassay.trace.writer import SegmentWriter, TraceWriter
 from kvassay.workload.framing import frame
+from kvassay.workload.registry import rebuild
 from kvassay.workload.sample import Sample
 
 Progress = Callable[[int, int], None]
@@ -172,6 +173,7 @@ def options_of(header: TraceHeader) -> RecordOptions:
     spec = header.logits
     if spec is None:
         raise RecordError("the trace holds no logits, so this recorder did not make it")
+    longest = header.prefix.tokens + max((branch.tokens for branch in header.branches), default=0)
     return RecordOptions(
         prefill_chunk=header.prefill_chunk,
         q_tail=header.prefix.tokens - header.q_from,
@@ -180,21 +182,26 @@ def options_of(header: TraceHeader) -> RecordOptions:
         tap_layers=tuple(dict.fromkeys(tap.layer for tap in header.taps)) or None,
         logits=spec.kind,
         logits_k=spec.k or RecordOptions.logits_k,
+        allow_beyond_native=longest > header.layout.native_context,
     )
 
 
-def rerecord(header: TraceHeader, out_dir: str | Path, *, device: str = "cpu") -> Trace:
+def rerecord(
+    header: TraceHeader, out_dir: str | Path, *, model: str | Path | None = None, device: str = "cpu"
+) -> Trace:
     """Record the trace that `header` describes again, from its recipe, into `out_dir`.
 
-    Raises `RecordError` if the model or the text that can be had now is not the one of the header.
+    `model` says where the model is if not under the header's name (a local folder). Raises `RecordError` if
+    the model or the text that can be had now is not the one of the header, or the text has no recipe.
     """
-    from kvassay.workload import build
-
-    loaded = load(header.model.name, device=device)
+    recipe = header.recipe
+    if not recipe.params:
+        raise RecordError(f"the trace of '{recipe.name}' holds no recipe: its text was not made by a workload")
+    loaded = load(header.model.name if model is None else model, device=device)
     for what in ("weights_sha256", "tokenizer_sha256"):
         now, then = getattr(loaded.identity, what), getattr(header.model, what)
         if now != then:
             raise RecordError(f"{header.model.name}: {what} is now {now}, the trace was made with {then}")
-    recipe = header.recipe
-    sample = build(recipe.name, loaded.tokenizer, recipe.length, seed=recipe.seed, index=recipe.index)
+    own = recipe.model_dump(include={"length", "seed", "index", "query_aware"})
+    sample = rebuild({"workload": recipe.name, **own, **recipe.params}, loaded.tokenizer)
     return record_sample(loaded, sample, out_dir, options_of(header))

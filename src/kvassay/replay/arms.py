@@ -20,8 +20,8 @@ class Arm:
     budget: Budget | None = None
     protection: Protection = field(default_factory=Protection)
     prefill: Prefill = Prefill.SHARED_DENSE
-    alone: bool = False
-    """Run in a batch of its own, token by token: the same policy in another batch split (dense')."""
+    again: bool = False
+    """The same arm once more in another batch split: token by token, not in chunks (dense')."""
 
     def __post_init__(self) -> None:
         card = self.policy.card
@@ -34,7 +34,7 @@ class Arm:
     @property
     def label(self) -> str:
         """Unique name within a replay, e.g. ``snapkv keep=0.25``."""
-        parts = [self.policy.label + ("'" if self.alone else "")]
+        parts = [self.policy.label + ("'" if self.again else "")]
         if self.budget is not None:
             parts.append(self.budget.label)
         if self.prefill is Prefill.OWN:
@@ -74,5 +74,5 @@ def always_on(budgets: Sequence[Budget], protection: Protection) -> list[Arm]:
     `dense'` is dense again in another batch split: its distance to `dense` is the noise of the machine.
     """
     dense = Arm(make("dense"), None, protection)
-    again = Arm(make("dense"), None, protection, alone=True)
+    again = Arm(make("dense"), None, protection, again=True)
     return [dense, again, *grid([make(name) for name in ALWAYS_ON[1:]], budgets, protection)]

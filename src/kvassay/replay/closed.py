@@ -205,12 +205,11 @@ class _Replay:
         return [out[row] for row in range(len(lanes))]
 
     def _batches(self, lanes: Sequence[Lane]) -> Iterator[tuple[list[int], bool]]:
-        """Rows that run together, and whether token by token: chunks, steps, then each lane that runs alone."""
+        """Rows that run together, and whether they must go token by token."""
         for stepwise in (False, True):
-            rows = [r for r, lane in enumerate(lanes) if lane.stepwise is stepwise and not lane.arm.alone]
+            rows = [row for row, lane in enumerate(lanes) if lane.stepwise is stepwise]
             if rows:
                 yield rows, stepwise
-        yield from (([row], True) for row, lane in enumerate(lanes) if lane.arm.alone)
 
     def _generate(self, lanes: Sequence[Lane], logits: Sequence[Tensor], answer: int) -> list[list[int]]:
         """Greedy decoding, bounded by the answer's own length and two more tokens."""
@@ -218,8 +217,7 @@ class _Replay:
         if steps == 0:
             return [[] for _ in lanes]
         ids = [[int(x.argmax())] for x in logits]
-        together = [r for r, lane in enumerate(lanes) if not lane.arm.alone]
-        for rows in [together, *([r] for r, lane in enumerate(lanes) if lane.arm.alone)]:
+        for rows, _ in self._batches(lanes):
             for _ in range(steps - 1):
                 out = self.engine.forward([lanes[r] for r in rows], [[ids[r][-1]] for r in rows], last=1)
                 for row, best in zip(rows, out[:, -1].argmax(-1).tolist(), strict=True):
@@ -228,7 +226,7 @@ class _Replay:
 
 
 def _dense_row(arms: Sequence[Arm]) -> int:
-    return next(row for row, arm in enumerate(arms) if arm.policy.card.name == "dense" and not arm.alone)
+    return next(row for row, arm in enumerate(arms) if arm.policy.card.name == "dense" and not arm.again)
 
 
 def _check(loaded: LoadedModel, trace: Trace, arms: Sequence[Arm], protocol: Protocol) -> None:
@@ -243,5 +241,5 @@ def _check(loaded: LoadedModel, trace: Trace, arms: Sequence[Arm], protocol: Pro
         raise ExperimentError(
             f"{trace.path}: {longest} tokens exceed the model's native context of {trace.layout.native_context}"
         )
-    if not any(arm.policy.card.name == "dense" and not arm.alone for arm in arms):
+    if not any(arm.policy.card.name == "dense" and not arm.again for arm in arms):
         raise ExperimentError("every replay needs the arm 'dense': the others are measured against it")

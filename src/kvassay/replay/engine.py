@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from kvassay.cache.data import Stored
+from kvassay.cache.ops import Ints
 from kvassay.cache.paged import PagedCache
 from kvassay.kernels.cpu import paged_decode
 from kvassay.kernels.reference import attend, visible
 from kvassay.layout.model import Layer
 from kvassay.policy.card import Evidence, When
+from kvassay.policy.readset import ReadSet
 from kvassay.policy.views import Queries
 from kvassay.record.calling import cache_keyword
 from kvassay.replay import asking
@@ -99,6 +102,14 @@ class Engine:
         return self.model.base_model.layers[layer].register_forward_hook(keep)
 
 
+@dataclass(frozen=True)
+class _Slots:
+    """Physical slots [kv_heads, n] one query reads, and how many of them are meant, [kv_heads]."""
+
+    physical: Ints
+    count: Ints
+
+
 class _Step:
     """One forward pass under way."""
 
@@ -113,66 +124,94 @@ class _Step:
         if layer.cache_of is None:
             self.cache.write(index, self.seqs, k, v)
         out = torch.empty(*q.shape[:3], v.shape[-1])
-        in_place = [row for row, lane in enumerate(self.lanes) if self._plain(lane, owner, q)]
-        if in_place:
-            out[in_place] = self._in_place(layer, owner, in_place, q, sinks)
-        for row in sorted(set(range(len(self.lanes))) - set(in_place)):
-            out[row] = self._reference(layer, owner, row, q[row], sinks)
+        slots: dict[int, _Slots] = {}
+        for row, lane in enumerate(self.lanes):
+            chosen, scanned, data = self._selection(lane, owner, q[row])
+            one = self._slots(lane, owner, layer, q, chosen)
+            if one is not None:
+                slots[row] = one
+                self._charge(lane, self.cache.layout.layers[owner], one.count, scanned)
+            else:
+                data = data or self.cache.stored(lane.seq, owner, q.shape[2])
+                out[row] = self._reference(layer, owner, row, q[row], data, chosen, scanned, sinks)
+        if slots:
+            rows = list(slots)
+            out[rows] = self._in_place(layer, owner, list(slots.values()), q[rows], sinks)
         for row, lane in enumerate(self.lanes):
             if lane.policy.card.evidence & QUERY_EVIDENCE and index in lane.scope:
                 self._keep_queries(lane, index, q[row], self.positions[row])
         return out
 
-    def _plain(self, lane: Lane, owner: int, q: Tensor) -> bool:
-        selects = lane.policy.writes_read and owner in lane.scope
-        return q.shape[2] == 1 and not selects and self.cache.is_plain(lane.seq, owner)
+    def _selection(self, lane: Lane, owner: int, q: Tensor) -> tuple[ReadSet | None, float, Stored | None]:
+        """What the lane's policy selects for this query, and the bytes it scanned to find out, per query."""
+        if not (lane.policy.writes_read and owner in lane.scope):
+            return None, 0.0, None
+        data = self.cache.stored(lane.seq, owner, q.shape[1])
+        chosen, meter = asking.read(lane, owner, q, data.by_position)
+        return chosen, meter.total, data
 
-    def _in_place(self, layer: Layer, owner: int, rows: Sequence[int], q: Tensor, sinks: Tensor | None) -> Tensor:
+    def _slots(self, lane: Lane, owner: int, layer: Layer, q: Tensor, chosen: ReadSet | None) -> _Slots | None:
+        """The slots a one-token query reads, if attention can walk them in place."""
+        if q.shape[2] != 1 or not self.cache.is_plain(lane.seq, owner):
+            return None
+        view = self.cache.ledger.slots(lane.seq, owner)
+        physical = view.block_ids * view.block_size + view.offsets
+        if chosen is None:
+            return _Slots(physical, view.counts)
+        heads = physical.shape[0]
+        if chosen.index.shape[1] not in (1, heads):
+            return None
+        mask = chosen.mask(torch.from_numpy(view.logical.astype(np.int64)), heads)[0].numpy()
+        mask[np.arange(heads), view.counts - 1] = True  # the query's own token
+        counts = mask.sum(1, dtype=np.int32)
+        packed = np.zeros((heads, int(counts.max())), dtype=np.int32)
+        for head in range(heads):
+            packed[head, : counts[head]] = physical[head, mask[head]]
+        return _Slots(packed, counts)
+
+    def _in_place(self, layer: Layer, owner: int, lists: Sequence[_Slots], q: Tensor, sinks: Tensor | None) -> Tensor:
         """One token each, straight over the slots."""
-        views = [self.cache.ledger.slots(self.seqs[row], owner) for row in rows]
-        width = max(view.positions.shape[1] for view in views)
-        heads = views[0].positions.shape[0]
-        slots = np.zeros((len(rows), heads, width), dtype=np.int32)
-        count = np.zeros((len(rows), heads), dtype=np.int32)
-        for at, view in enumerate(views):
-            slots[at, :, : view.positions.shape[1]] = view.block_ids * view.block_size + view.offsets
-            count[at] = view.counts
-        owning = self.cache.layout.layers[owner]
-        for at, row in enumerate(rows):
-            self._charge(self.lanes[row], owning, float(count[at].mean()), float(count[at].sum()))
+        width = max(one.physical.shape[1] for one in lists)
+        heads = lists[0].physical.shape[0]
+        slots = np.zeros((len(lists), heads, width), dtype=np.int32)
+        for at, one in enumerate(lists):
+            slots[at, :, : one.physical.shape[1]] = one.physical
         return paged_decode(
-            q[list(rows), :, 0],
+            q[:, :, 0],
             self.cache.store.keys(owner),
             self.cache.store.values(owner),
             torch.from_numpy(slots),
-            torch.zeros(len(rows), heads, dtype=torch.int32),
-            torch.from_numpy(count),
+            torch.from_numpy(np.stack([one.count for one in lists])),
             scale=layer.scale,
             softcap=layer.softcap,
             sinks=sinks,
         )[:, :, None]
 
-    def _reference(self, layer: Layer, owner: int, row: int, q: Tensor, sinks: Tensor | None) -> Tensor:
+    def _reference(
+        self,
+        layer: Layer,
+        owner: int,
+        row: int,
+        q: Tensor,
+        data: Stored,
+        chosen: ReadSet | None,
+        scanned: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
         """Any lane: gathered, decoded, selected."""
-        lane, tokens = self.lanes[row], q.shape[1]
-        data = self.cache.stored(lane.seq, owner, tokens)
-        window = self.cache.layout.layers[owner].window
         positions = self.positions[row]
-        allowed, scanned = None, 0.0
-        if lane.policy.writes_read and owner in lane.scope:
-            chosen, meter = asking.read(lane, owner, q, data.by_position)
-            scanned = meter.total
-            if chosen is not None:
-                allowed = chosen.mask(data.slots, layer.q_heads)
+        allowed = None if chosen is None else chosen.mask(data.slots, layer.q_heads)
+        window = self.cache.layout.layers[owner].window
         seen = visible(data, positions, layer.q_heads, window=window, allowed=allowed)
-        self._charge_read(lane, owner, data, seen, scanned)
+        self._charge_read(self.lanes[row], owner, data, seen, scanned)
         return attend(q, data, seen, scale=layer.scale, softcap=layer.softcap, sinks=sinks)
 
-    def _charge(self, lane: Lane, layer: Layer, per_head: float, entries: float, extra: float = 0.0) -> None:
+    def _charge(self, lane: Lane, layer: Layer, counts: Ints, scanned: float) -> None:
         kv = layer.kv
-        lane.traffic.bytes += entries * (kv.k_dim + kv.v_dim) * self.cache.layout.element_bytes + extra
+        elements = float(counts.sum()) * (kv.k_dim + kv.v_dim)
+        lane.traffic.bytes += elements * self.cache.layout.element_bytes + scanned
         if layer.index in lane.scope:
-            lane.traffic.selected += per_head / len(lane.scope)
+            lane.traffic.selected += float(counts.mean()) / len(lane.scope)
 
     def _charge_read(self, lane: Lane, owner: int, data: Stored, seen: Tensor, scanned: float) -> None:
         """Charge what each of the chunk's queries read: the union over the query heads of a KV head."""

@@ -82,7 +82,7 @@ class Lane:
     @property
     def stepwise(self) -> bool:
         """Whether this lane must be fed one token at a time."""
-        return self.policy.card.per_step or self.policy.writes_observe or self.arm.alone
+        return self.policy.card.per_step or self.policy.writes_observe or self.arm.again
 
     def fork(self) -> Lane:
         """The same lane once more, with counters of its own; K/V shared by reference count."""

@@ -73,9 +73,12 @@ def branch_result(
 
 def _scored(branch: Branch, answer: int) -> list[int]:
     """Indices of the answer tokens that count, as the workload recorded them (all, if it did not say)."""
-    listed = branch.meta.get("scored")
-    return [int(i) for i in listed] if isinstance(listed, list) else list(range(answer))  # type: ignore[arg-type]
+    return _ints(branch.meta.get("scored")) or list(range(answer))
 
 
 def _divergence(mine: list[int], dense: list[int]) -> int | None:
     return next((i for i, (a, b) in enumerate(zip(mine, dense, strict=True)) if a != b), None)
+
+
+def _ints(value: object) -> list[int]:
+    return [int(x) for x in value] if isinstance(value, list) else []

@@ -27,11 +27,11 @@ def run_and_report(experiment: Experiment, source: str, base: Path, out: Path | 
     plan = make_plan(experiment, source, base)
     folder = out or RUNS / experiment.experiment.name
     says = Console(stderr=True, highlight=False)
-    says.print(f"{len(plan.arms)} arms x {len(plan.units)} contexts into {folder}", markup=False)
+    says.print(f"{len(plan.arms)} arms x {len(plan.units)} contexts into {folder}", markup=False, soft_wrap=True)
     with listening(says, len(plan.units)) as listener:
         results = run(plan, folder, listener)
     page = write_html(results)
     console = console_for(sys.stdout)
     console.print(ReportTable(results))
-    console.print(f"\nEvery number, figures and provenance: {page}", markup=False)
+    console.print(f"\nEvery number, figures and provenance: {page}", markup=False, soft_wrap=True)
     return results

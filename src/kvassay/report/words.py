@@ -12,8 +12,6 @@ from kvassay.measure.aggregate import DENSE, Cell
 from kvassay.measure.statistics import Estimate
 
 REFERENCE, RECONSTRUCTION = "†", "‡"
-DENSE_FLOOR = 0.5
-"""Below this mean task score of dense, a workload is too hard for the model to tell policies apart."""
 WHOLE, PER_HEAD = "whole_block", "per_head_tables"
 
 EXACT_TITLE = "Exact attention over what is retained"
@@ -67,10 +65,11 @@ def warnings(found: SetResult) -> list[str]:
     """What a reader must know before believing a table."""
     lines = [f"left out of the averages: {line}" for line in found.missing]
     dense = found.cell(DENSE)
-    if dense is not None and dense.quality["task"].mean < DENSE_FLOOR:
+    if dense is not None and found.floor is not None and not found.floor["passed"]:
         lines.append(
-            f"dense itself scores {number(dense.quality['task'].mean)} on the task (floor {DENSE_FLOOR}): the model is "
-            "too weak here, so task scores of other arms say little"
+            f"below the dense floor: dense itself reaches top-1 {number(dense.quality['top1'].mean)} and NLL "
+            f"{number(dense.quality['nll'].mean)} (floor: at least {found.floor['min_top1']}, at most "
+            f"{found.floor['max_nll']}); no arm can be judged here"
         )
     if found.contexts < 2:
         lines.append("one context only: no intervals")

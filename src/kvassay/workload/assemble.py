@@ -18,6 +18,7 @@ from kvassay.workload.haystack import Haystack, sentences
 from kvassay.workload.sample import Branch, Sample
 
 FRAGMENTS_TRIED = 100
+WORDS_CUT = 8
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Question:
     `evidence` must stand in the context exactly once ("" = none to look for), as must the answer where `unique`.
     `scored_text` are the character ranges of `answer` that count; None means all of it. `recalls` are texts
     of the context that the answer needs; each must end more than `far` tokens before the context does.
+    `derived` ranges follow from the recalled ones; `step_ends` are the ends (characters) of its steps.
     """
 
     text: str
@@ -45,6 +47,8 @@ class Question:
     scored_text: tuple[tuple[int, int], ...] | None = None
     recalls: tuple[str, ...] = ()
     far: int = 0
+    derived: tuple[tuple[int, int], ...] = ()
+    step_ends: tuple[int, ...] = ()
     meta: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -91,9 +95,7 @@ def assemble(job: Job, draft: Draft) -> Sample:
         "haystack": job.haystack.provenance(),
         "canonical": _canonical(job.framing, text, context_ids, branches),
     }
-    sample = Sample(
-        job.workload, job.seed, job.index, tuple(context_ids), branches, job.query_aware, meta
-    )
+    sample = Sample(job.workload, job.seed, job.index, tuple(context_ids), branches, job.query_aware, meta)
     preview = draft.preview if job.query_aware else ""
     checks.check_sample(sample, job.framing, job.length, draft.questions, preview)
     return sample
@@ -157,11 +159,11 @@ def _place(units: Sequence[tuple[str, str, int]], inserts: Sequence[Insert]) -> 
 
 
 def _exact(job: Job, rest: str, spare: Sequence[str], missing: int) -> str:
-    """Put the end of a spare paragraph in front so that the whole encodes to exactly `length` tokens."""
+    """Put an end of spare text in front so that the whole encodes to exactly `length` tokens."""
     framing = job.framing
     tried = 0
-    for paragraph in spare:
-        fragment = _ending(framing, paragraph.split(" "), missing)
+    for words in _candidates(spare):
+        fragment = _ending(framing, words, missing)
         if fragment is None:
             continue
         text = framing.head + fragment + rest
@@ -177,8 +179,19 @@ def _exact(job: Job, rest: str, spare: Sequence[str], missing: int) -> str:
     raise WorkloadError(f"{job.workload}: cannot reach exactly {job.length} tokens ({why})")
 
 
+def _candidates(spare: Sequence[str]) -> Iterator[list[str]]:
+    """Words of spare text to take an end of: whole sentences first, then with the last words cut off.
+
+    The latter only matter where all paragraphs end alike, so that no end has the size that is missing.
+    """
+    for cut in range(WORDS_CUT):
+        for i in range(len(spare)):
+            words = " ".join(spare[i : i + 2]).split(" ")
+            yield words[: len(words) - cut]
+
+
 def _ending(framing: Framing, words: list[str], tokens: int) -> str | None:
-    """The end of a paragraph that takes exactly `tokens` tokens, if it has one."""
+    """The end of a text that takes exactly `tokens` tokens, if it has one."""
     low, high = 0, len(words) - 1
     while low <= high:
         middle = (low + high) // 2
@@ -195,48 +208,50 @@ def _branch(job: Job, context: str, question: Question) -> Branch:
     framing = job.framing
     asked = question.text + framing.tail
     question_ids, answer_ids = framing.question_and_answer(asked, question.answer)
-    tokens_before = len(framing.context_ids(context[: max(context.find(question.evidence), 0)]))
+    # The space in front belongs to the evidence's first token.
+    before = context[: max(context.find(question.evidence), 0)].rstrip(" ")
+    tokens_before = len(framing.context_ids(before))
     meta = {**question.meta, "evidence": question.evidence, "evidence_token": tokens_before}
     if question.recalls:
         meta["recall_tokens_back"] = [
             job.length - len(framing.context_ids(context[: context.rfind(text) + len(text)]))
             for text in question.recalls
         ]
+    ends = _token_ends(framing, question_ids, answer_ids)
+    if question.derived:
+        meta["derived"] = _overlapping(question.answer, ends, question.derived)
+    if question.step_ends:
+        meta["step_ends"] = [sum(end <= limit for end in ends) for limit in question.step_ends]
     return Branch(
         tuple(question_ids),
         tuple(answer_ids),
         asked,
         question.answer,
-        scored_tokens(framing, question_ids, answer_ids, question),
+        tuple(_overlapping(question.answer, ends, question.scored_text or ((0, len(question.answer)),))),
         round(tokens_before / job.length, 4),
         meta,
     )
 
 
-def scored_tokens(
-    framing: Framing, question_ids: Sequence[int], answer_ids: Sequence[int], question: Question
-) -> tuple[int, ...]:
-    """Indices of answer tokens whose text overlaps a scored range and is not only white space."""
-    ranges = question.scored_text or ((0, len(question.answer)),)
+def _token_ends(framing: Framing, question_ids: Sequence[int], answer_ids: Sequence[int]) -> list[int]:
+    """For each answer token, where its text ends in the answer (characters)."""
     start = len(framing.decode(question_ids))
-    scored = []
-    before = 0
-    for i in range(len(answer_ids)):
-        whole = framing.decode([*question_ids, *answer_ids[: i + 1]])
-        end = len(whole) - start
-        piece = question.answer[before:end]
-        if piece.strip() and any(low < end and before < high for low, high in ranges):
-            scored.append(i)
-        before = end
-    return tuple(scored)
+    return [len(framing.decode([*question_ids, *answer_ids[: i + 1]])) - start for i in range(len(answer_ids))]
 
 
-def _canonical(
-    framing: Framing, text: str, context_ids: Sequence[int], branches: Sequence[Branch]
-) -> bool:
+def _overlapping(text: str, ends: Sequence[int], ranges: Sequence[tuple[int, int]]) -> list[int]:
+    """Indices of tokens that overlap a range and are not only white space."""
+    starts = [0, *ends[:-1]]
+    return [
+        i
+        for i, (start, end) in enumerate(zip(starts, ends, strict=True))
+        if text[start:end].strip() and any(low < end and start < high for low, high in ranges)
+    ]
+
+
+def _canonical(framing: Framing, text: str, context_ids: Sequence[int], branches: Sequence[Branch]) -> bool:
     """Whether encoding context, question and answer as one text gives the very same ids."""
     return all(
-        framing.context_ids(text + branch.question_text + branch.answer_text)
-        == [*context_ids, *branch.token_ids]
+        framing.context_ids(text + branch.question_text + branch.answer_text) == [*context_ids, *branch.token_ids]
         for branch in branches
     )

@@ -14,7 +14,7 @@ Every variable is used as a source at most once, so a recalled value stands in o
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvassay.errors import WorkloadError
 from kvassay.workload.assemble import Draft, Insert, Job, Question
@@ -23,7 +23,7 @@ from kvassay.workload.lexicon import WORDS
 PLAN_DEPTH = 0.25
 LAST_DEPTH = 0.97
 SPARE = 2  # known values beyond those that the asked steps may take
-MARGIN = 1.1  # depths are rounded to sentence boundaries, so aim this much further back than `far`
+MARGIN = 48  # tokens; inserts go to the nearest sentence boundary, so aim this much further back than `far`
 
 
 @dataclass(frozen=True)
@@ -74,22 +74,16 @@ def draft(job: Job, params: ChainParams) -> Draft:
     names = rng.sample(WORDS, known + params.worked + asked)
     given, middle, targets = names[:known], names[known : known + params.worked], names[known + params.worked :]
     values = {name: rng.randrange(200, 800) for name in given}
-    facts = [
-        Insert(f"{name}: {values[name]}.", PLAN_DEPTH * (i + 0.5) / known, "\n")
-        for i, name in enumerate(given)
-    ]
-    reachable = sum(depth < _latest(job, params) for depth in depths)
+    facts = [Insert(f"{name}: {values[name]}.", PLAN_DEPTH * (i + 0.5) / known, "\n") for i, name in enumerate(given)]
+    reachable = sum(back > params.far + MARGIN for back in _tokens_back(job, params, asked))
     worked, kept = _work(rng, values, middle, asked, reachable)
     final = [
-        Step(target, source, rng.randrange(2, 10), values[source])
-        for target, source in zip(targets, kept, strict=True)
+        Step(target, source, rng.randrange(2, 10), values[source]) for target, source in zip(targets, kept, strict=True)
     ]
     plan = Insert("The plan:\n" + "\n".join(step.plan for step in [*worked, *final]), PLAN_DEPTH, "\n\n")
     done = [Insert(step.work, depth, "\n\n") for step, depth in zip(worked, depths, strict=True)]
     return Draft(
-        tuple(
-            _question(final[i : i + params.steps], params.far) for i in range(0, asked, params.steps)
-        ),
+        tuple(_question(final[i : i + params.steps], params.far) for i in range(0, asked, params.steps)),
         (*facts, plan, *done),
         preview="Now go on with the plan: " + ", ".join(step.target for step in final) + ".",
         keys=tuple(names),
@@ -103,20 +97,29 @@ def _check(job: Job, params: ChainParams, asked: int) -> None:
         raise WorkloadError(
             f"{job.workload}: worked={params.worked} and steps={params.steps} must be at least 1, far={params.far} >= 0"
         )
-    if _latest(job, params) <= PLAN_DEPTH:
-        raise WorkloadError(
-            f"{job.workload}: length {job.length} is too short for steps over far={params.far} tokens back; "
-            f"it takes at least {int(MARGIN * params.far / (1 - PLAN_DEPTH)) + 1}"
-        )
     needed = 2 * asked + SPARE + params.worked
     if needed > len(WORDS):
-        raise WorkloadError(f"{job.workload}: worked={params.worked} and steps={params.steps} need {needed} words, "
-                            f"there are {len(WORDS)}")
+        raise WorkloadError(
+            f"{job.workload}: worked={params.worked} and steps={params.steps} need {needed} words, "
+            f"there are {len(WORDS)}"
+        )
+    plan_back = _tokens_back(job, replace(params, worked=params.worked + 1), asked)[0]
+    if plan_back <= params.far + MARGIN:
+        raise WorkloadError(
+            f"{job.workload}: length {job.length} is too short for steps over far={params.far} tokens back: the "
+            f"plan would end about {plan_back} tokens before the end, {params.far + MARGIN + 1} are needed"
+        )
 
 
-def _latest(job: Job, params: ChainParams) -> float:
-    """The depth before which a value lies more than `far` tokens back, with a margin."""
-    return 1 - MARGIN * params.far / job.length
+def _tokens_back(job: Job, params: ChainParams, asked: int) -> list[int]:
+    """About how many tokens before the end of the context each worked step ends."""
+    encode = job.framing.encode
+    step = Step("copper", "copper", 5, 500)
+    work = len(encode(f"\n\n{step.work}"))
+    fixed = (params.worked + asked) * len(encode(f"\n{step.plan}")) + params.worked * work
+    fixed += (asked + SPARE) * len(encode(f"\n{step.recalled}"))
+    prose = max(job.length - fixed, 0)
+    return [int((1 - depth) * prose) + (params.worked - 1 - i) * work for i, depth in enumerate(_depths(params.worked))]
 
 
 def _depths(worked: int) -> list[float]:
@@ -164,12 +167,7 @@ def _question(group: list[Step], far: int) -> Question:
         derived.append((after, after + len(str(step.after))))
         ends.append(start + len(step.work))
         start = ends[-1] + 1
-    meta = {
-        "targets": [step.target for step in group],
-        "values": [step.after for step in group],
-        "derived_text": derived,
-        "step_ends_text": ends,
-    }
+    meta = {"targets": [step.target for step in group], "values": [step.after for step in group]}
     return Question(
         text,
         answer,
@@ -178,5 +176,7 @@ def _question(group: list[Step], far: int) -> Question:
         scored_text=tuple(recalled),
         recalls=tuple(text for step in group for text in (step.plan, step.recalled)),
         far=far,
+        derived=tuple(derived),
+        step_ends=tuple(ends),
         meta=meta,
     )

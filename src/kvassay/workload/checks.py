@@ -29,9 +29,7 @@ class Asked(Protocol):
     def far(self) -> int: ...  # noqa: D102
 
 
-def check_sample(
-    sample: Sample, framing: Framing, length: int, questions: Sequence[Asked], preview: str = ""
-) -> None:
+def check_sample(sample: Sample, framing: Framing, length: int, questions: Sequence[Asked], preview: str = "") -> None:
     """Run every check on a finished sample."""
     exact_length(sample, length)
     special_tokens(sample, framing)

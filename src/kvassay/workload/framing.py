@@ -49,9 +49,7 @@ class Framing:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids to the very text, special tokens spelled out, spaces untouched."""
-        return self.tokenizer.decode(
-            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def context_ids(self, text: str) -> list[int]:
         """Ids of a context: the tokenizer's own prefix, then the text."""

@@ -23,26 +23,28 @@ from pathlib import Path
 
 from kvassay.errors import WorkloadError, did_you_mean
 
-MODULES = (
-    "abc argparse ast asyncio.base_events asyncio.events asyncio.locks asyncio.queues asyncio.streams "
-    "asyncio.subprocess asyncio.tasks bdb bz2 cmd code codecs codeop collections compileall "
-    "concurrent.futures._base concurrent.futures.process concurrent.futures.thread configparser contextlib "
-    "csv ctypes.util dataclasses datetime dbm decimal difflib dis doctest email._header_value_parser "
-    "email._policybase email.contentmanager email.feedparser email.generator email.header "
-    "email.headerregistry email.message email.policy email.utils enum filecmp fileinput fractions ftplib "
-    "functools getopt gettext glob gzip heapq html.parser http.client http.cookiejar http.cookies http.server "
-    "imaplib importlib._bootstrap importlib._bootstrap_external importlib.abc importlib.util inspect io "
-    "json json.decoder json.encoder linecache locale logging logging.config logging.handlers lzma mailbox "
-    "mimetypes multiprocessing.managers multiprocessing.pool multiprocessing.shared_memory ntpath optparse os "
-    "pathlib pdb pickle pickletools pkgutil platform plistlib poplib posixpath pprint profile pstats pty "
-    "py_compile pyclbr pydoc queue quopri random reprlib sched selectors shelve shutil site smtplib socket "
-    "socketserver ssl statistics string subprocess symtable tarfile tempfile textwrap threading timeit "
-    "tokenize trace traceback tracemalloc turtle typing unittest unittest.async_case unittest.case "
-    "unittest.loader unittest.main unittest.mock unittest.result unittest.runner unittest.suite urllib.parse "
-    "urllib.request urllib.robotparser uuid warnings wave weakref webbrowser wsgiref.handlers "
-    "wsgiref.simple_server xml.dom.minidom xml.etree.ElementTree xml.sax.handler xml.sax.xmlreader "
-    "xmlrpc.client xmlrpc.server zipapp zipfile zipimport"
-).split()
+_MODULES = """
+abc argparse ast asyncio.base_events asyncio.events asyncio.locks asyncio.queues asyncio.streams
+asyncio.subprocess asyncio.tasks bdb bz2 cmd code codecs codeop collections compileall
+concurrent.futures._base concurrent.futures.process concurrent.futures.thread configparser contextlib csv
+ctypes.util dataclasses datetime dbm decimal difflib dis doctest email._header_value_parser
+email._policybase email.contentmanager email.feedparser email.generator email.header email.headerregistry
+email.message email.policy email.utils enum filecmp fileinput fractions ftplib functools getopt gettext glob
+gzip heapq html.parser http.client http.cookiejar http.cookies http.server imaplib importlib._bootstrap
+importlib._bootstrap_external importlib.abc importlib.util inspect io json json.decoder json.encoder
+linecache locale logging logging.config logging.handlers lzma mailbox mimetypes multiprocessing.managers
+multiprocessing.pool multiprocessing.shared_memory ntpath optparse os pathlib pdb pickle pickletools pkgutil
+platform plistlib poplib posixpath pprint profile pstats pty py_compile pyclbr pydoc queue quopri random
+reprlib sched selectors shelve shutil site smtplib socket socketserver ssl statistics string subprocess
+symtable tarfile tempfile textwrap threading timeit tokenize trace traceback tracemalloc turtle typing
+unittest unittest.async_case unittest.case unittest.loader unittest.main unittest.mock unittest.result
+unittest.runner unittest.suite urllib.parse urllib.request urllib.robotparser uuid warnings wave weakref
+webbrowser wsgiref.handlers wsgiref.simple_server xml.dom.minidom xml.etree.ElementTree xml.sax.handler
+xml.sax.xmlreader xmlrpc.client xmlrpc.server zipapp zipfile zipimport
+"""
+
+MODULES = tuple(_MODULES.split())
+_Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 SPLITS = ("test", "calibration", "all")
 SHORTEST = 90  # characters; shorter paragraphs are mostly headings and return-value notes
@@ -94,7 +96,8 @@ def _split_of(name: str) -> str:
     return "calibration" if hashlib.sha256(name.encode()).digest()[0] % 5 == 0 else "test"
 
 
-def _stdlib_documents() -> list[tuple[str, tuple[str, ...]]]:
+@lru_cache(maxsize=1)
+def _stdlib_documents() -> tuple[tuple[str, tuple[str, ...]], ...]:
     """The documents of the standard library, in a fixed order, every paragraph once."""
     seen: set[str] = set()
     documents = []
@@ -102,10 +105,10 @@ def _stdlib_documents() -> list[tuple[str, tuple[str, ...]]]:
         kept = tuple(p for p in _prose(text) if not (p in seen or seen.add(p)))  # type: ignore[func-returns-value]
         if kept:
             documents.append((name, kept))
-    return documents
+    return tuple(documents)
 
 
-def _file_documents(path: Path) -> list[tuple[str, tuple[str, ...]]]:
+def _file_documents(path: Path) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """A user's text as documents of 16 paragraphs, so that the seed has something to shuffle."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -114,7 +117,7 @@ def _file_documents(path: Path) -> list[tuple[str, tuple[str, ...]]]:
     paragraphs = list(dict.fromkeys(_prose(text)))
     if not paragraphs:
         raise WorkloadError(f"{path}: no paragraph reads as prose (at least {SHORTEST} characters, no digits)")
-    return [(f"{path.name}#{i}", tuple(paragraphs[i : i + 16])) for i in range(0, len(paragraphs), 16)]
+    return tuple((f"{path.name}#{i}", tuple(paragraphs[i : i + 16])) for i in range(0, len(paragraphs), 16))
 
 
 def _topics() -> Iterator[tuple[str, str]]:
@@ -124,14 +127,19 @@ def _topics() -> Iterator[tuple[str, str]]:
 
 
 def _docstrings() -> Iterator[tuple[str, str]]:
-    """All docstrings of a module as one document; the source is parsed, never imported."""
+    """All docstrings of a module as one document, in reading order; the source is parsed, never imported."""
     for name in MODULES:
         source = _module_source(name)
-        if source is None:
-            continue
-        nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        docs = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(source)) if isinstance(node, nodes)]
-        yield name, "\n\n".join(docs)
+        if source is not None:
+            yield name, "\n\n".join(_docs_of(ast.parse(source)))
+
+
+def _docs_of(node: _Documented) -> Iterator[str]:
+    """The docstring of a module, class or function, then those inside it (not inside `if` or `try`)."""
+    yield ast.get_docstring(node) or ""
+    for child in node.body:
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _docs_of(child)
 
 
 def _module_source(name: str) -> str | None:

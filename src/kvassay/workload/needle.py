@@ -41,8 +41,7 @@ def draft(job: Job, params: NeedleParams) -> Draft:
     inserts = tuple(Insert(fact, depth) for fact, depth in zip(facts, depths(rng, params.keys), strict=True))
     asked = sorted(rng.sample(range(params.keys), job.questions))
     questions = tuple(
-        Question(f"The pass code of {names[i]} is", f" {codes[i]}", facts[i], meta={"key": names[i]})
-        for i in asked
+        Question(f"The pass code of {names[i]} is", f" {codes[i]}", facts[i], meta={"key": names[i]}) for i in asked
     )
     listed = ", ".join(names[i] for i in asked)
     return Draft(questions, inserts, preview=f"Now say the pass codes of {listed}.", keys=tuple(names))

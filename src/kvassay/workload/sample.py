@@ -43,8 +43,7 @@ class Branch:
         bad = [i for i in self.scored if not 0 <= i < len(self.answer_ids)]
         if bad:
             raise WorkloadError(
-                f"scored index {bad[0]} is outside the {len(self.answer_ids)} answer tokens of "
-                f"{self.question_text!r}"
+                f"scored index {bad[0]} is outside the {len(self.answer_ids)} answer tokens of {self.question_text!r}"
             )
 
     @property

@@ -8,6 +8,7 @@ the next. Longer chains are harder for small models: a middle name stands in two
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from kvassay.errors import WorkloadError
 from kvassay.workload.assemble import Draft, Insert, Job, Question
@@ -51,7 +52,7 @@ def draft(job: Job, params: TrackingParams) -> Draft:
 
 def _facts(chain: list[str], home: str) -> list[str]:
     """Each link of a chain as a sentence, the number last."""
-    links = [f"{a} lives with {b}." for a, b in zip(chain, chain[1:], strict=False)]
+    links = [f"{a} lives with {b}." for a, b in pairwise(chain)]
     return [*links, f"{chain[-1]} lives at number {home}."]
 
 

@@ -35,9 +35,7 @@ def draft(job: Job, params: WordsParams) -> Draft:
     for i, name in enumerate(names):
         common, *rare = drawn[i * (params.rare + 1) : (i + 1) * (params.rare + 1)]
         facts += [f"{name}: {word}" for word in [common] * params.common + rare]
-        questions.append(
-            Question(f"{name}:", f" {common}", "", unique=False, meta={"count": params.common})
-        )
+        questions.append(Question(f"{name}:", f" {common}", "", unique=False, meta={"count": params.common}))
     rng.shuffle(facts)
     inserts = tuple(Insert(fact, depth, "\n") for fact, depth in zip(facts, depths(rng, len(facts)), strict=True))
     preview = f"Now say which word was picked most often by {', '.join(names)}."

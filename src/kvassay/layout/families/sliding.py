@@ -128,7 +128,8 @@ def read_cohere2_moe(raw: Raw) -> tuple[Layer, ...]:
         return SLIDING if (offset + 1) % pattern else FULL
 
     types = layer_types(raw, {FULL, SLIDING}, kind_of)
-    dense = raw.items("mlp_layer_types", ["dense"] * prefix + ["sparse"] * (len(types) - prefix))
+    by_prefix = ["dense" if index < prefix else "sparse" for index in range(len(types))]
+    mlps = trim(raw, "mlp_layer_types", raw.items("mlp_layer_types", by_prefix))
     heads, storage = raw.integer("num_attention_heads"), _square(raw)
     rotary = rope(raw, storage.k_dim, interleaved=True)
     return tuple(
@@ -139,7 +140,7 @@ def read_cohere2_moe(raw: Raw) -> tuple[Layer, ...]:
             scale=storage.k_dim**-0.5,
             rope=rotary if kind == SLIDING or (mlp == "dense" and head == 1) else None,
         )
-        for index, (kind, mlp) in enumerate(zip(types, dense, strict=True))
+        for index, (kind, mlp) in enumerate(zip(types, mlps, strict=True))
     )
 
 

@@ -1,0 +1,86 @@
+"""`kvassay record`: contexts of a workload through a model, into traces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvassay.cli.params import TokenCount
+from kvassay.errors import RecordError
+
+
+def _parameters(ctx: click.Context, param: click.Parameter, pairs: tuple[str, ...]) -> dict[str, Any]:
+    """`keys=8` -> {"keys": 8}; values are JSON where they can be, else text."""
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, sign, value = pair.partition("=")
+        if not (key and sign):
+            raise click.BadParameter(f"'{pair}' is not KEY=VALUE", ctx, param)
+        try:
+            found[key] = json.loads(value)
+        except ValueError:
+            found[key] = value
+    return found
+
+
+@click.command()
+@click.argument("model")
+@click.option("--workload", required=True, help="Name of a workload (see `kvassay workloads`).")
+@click.option("--context", type=TokenCount(), default="2k", show_default=True, help="Context length in tokens.")
+@click.option("--count", type=click.IntRange(1), default=1, show_default=True, help="How many contexts.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the workload.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the trace folders.")
+@click.option("--param", "params", multiple=True, callback=_parameters, help="KEY=VALUE of the workload; repeatable.")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
+@click.option("--prefill-chunk", type=click.IntRange(1), default=512, show_default=True, help="Tokens per pass.")
+@click.option("--q-tail", type=click.IntRange(0), default=64, show_default=True, help="Context queries to keep.")
+@click.option("--dtype", default="float32", show_default=True, help="Of stored rows: float32 or float16.")
+@click.option("--tap", "taps", multiple=True, help="output, lse, hidden or layer_input; repeatable.")
+@click.option("--logits", default="topk", show_default=True, help="none, topk or full.")
+@click.option("--beyond-native", is_flag=True, help="Allow more tokens than the model's native context.")
+@click.option("--overwrite", is_flag=True, help="Replace traces that are there.")
+def record(
+    model: str,
+    workload: str,
+    context: int,
+    count: int,
+    seed: int,
+    out: Path,
+    params: dict[str, Any],
+    device: str,
+    overwrite: bool,
+    beyond_native: bool,
+    **recording: Any,
+) -> None:
+    """Record COUNT contexts of a workload, with their questions, under MODEL.
+
+    MODEL is an embedded model, a folder or a Hugging Face id. Prints one trace folder per line.
+    """
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+    from kvassay.record.load import load
+    from kvassay.record.options import RecordOptions
+    from kvassay.record.transformers import record_sample
+    from kvassay.workload.registry import build, get
+
+    get(workload)  # refuse a wrong name before the model is loaded
+    options = RecordOptions(allow_beyond_native=beyond_native, **recording)
+    folders = [out / f"{workload}-{context}-s{seed}-{index:03d}" for index in range(count)]
+    if not overwrite and (there := [folder for folder in folders if folder.exists()]):
+        raise RecordError(f"{there[0]}: exists already; pass --overwrite or another --out")
+    loaded = load(model, device=device)
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        for index, folder in enumerate(folders):
+            sample = build(workload, loaded.tokenizer, context, seed=seed, index=index, **params)
+            bar = bars.add_task(folder.name, total=None)
+
+            def show(done: int, total: int, bar: TaskID = bar) -> None:
+                bars.update(bar, completed=done, total=total)
+
+            record_sample(loaded, sample, folder, options, show, overwrite=overwrite)
+            bars.remove_task(bar)
+            click.echo(folder)

@@ -1,0 +1,1 @@
+"""Thresholds declared beforehand, and the verdicts they give."""

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvassay.cli.record import record
+from kvassay.errors import RecordError, WorkloadError
+from kvassay.trace.reader import Trace
+from tests.record import tiny
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.save(tmp_path_factory.mktemp("models") / "bytes"))
+
+
+def test_it_records_count_contexts_and_prints_their_folders(model: str, tmp_path: Path) -> None:
+    arguments = [model, "--workload", "kv_short", "--context", "1.5k", "--count", "2", "--seed", "3"]
+    arguments += ["--out", str(tmp_path), "--param", "questions=1", "--q-tail", "5", "--tap", "lse"]
+    result = CliRunner().invoke(record, arguments)
+    assert result.exit_code == 0, result.output
+    names = [f"kv_short-1536-s3-{index:03d}" for index in range(2)]
+    assert result.stdout.splitlines() == [str(tmp_path / name) for name in names]
+    traces = [Trace.open(tmp_path / name) for name in names]
+    assert [trace.header.recipe.index for trace in traces] == [0, 1]
+    for trace in traces:
+        assert (trace.prefix.tokens, len(trace.branches), trace.header.q_from) == (1536, 1, 1531)
+        assert len(trace.header.taps) == len(trace.layout.layers)
+    again = CliRunner().invoke(record, arguments)
+    assert isinstance(again.exception, RecordError)
+    assert "exists already; pass --overwrite" in str(again.exception)
+    assert CliRunner().invoke(record, [*arguments, "--overwrite"]).exit_code == 0
+
+
+def test_wrong_input_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    start = ["no-such-model", "--out", str(tmp_path), "--workload"]
+    wrong = CliRunner().invoke(record, [*start, "copi"])
+    assert isinstance(wrong.exception, WorkloadError)
+    assert "did you mean 'copy'?" in str(wrong.exception)
+    tap = CliRunner().invoke(record, [*start, "copy", "--tap", "outputs"])
+    assert isinstance(tap.exception, RecordError)
+    pair = CliRunner().invoke(record, [*start, "copy", "--param", "questions"])
+    assert pair.exit_code == 2
+    assert "'questions' is not KEY=VALUE" in pair.stderr

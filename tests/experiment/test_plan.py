@@ -1,0 +1,132 @@
+"""What is refused before anything runs, and what a key depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvassay.errors import ExperimentError
+from kvassay.experiment.plan import Plan, make_plan
+from kvassay.experiment.quick import quick_experiment
+from kvassay.experiment.schema import Experiment, load_experiment
+from tests.experiment.test_code import PLUGIN
+from tests.experiment.test_schema import GOOD, write
+
+
+def plan_of(folder: Path, *changes: tuple[str, str], extra: str = "") -> Plan:
+    text = GOOD
+    for before, after in changes:
+        assert before in text
+        text = text.replace(before, after, 1)
+    file = write(folder, text + extra)
+    return make_plan(load_experiment(file), file.name, folder)
+
+
+def test_a_plan_holds_every_arm_and_unit(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, ('["smollm2-135m"]', '["smollm2-135m", "gemma-3-270m"]'))
+    labels = [arm.label for arm in plan.arms]
+    assert labels[:3] == ["dense", "dense'", "random keep=0.25"]
+    assert "snapkv(window=16) keep=0.25" in labels and "exact_mass read=0.25" in labels
+    assert [unit.title for unit in plan.units][3:5] == [
+        "smollm2-135m, kv_short 2k, context 4",
+        "gemma-3-270m, kv_short 2k, context 1",
+    ]
+    assert len(plan.units) == 8 and len(plan.trace_sets) == 2
+
+
+MISTAKES = {
+    "unknown policy": (('"snapkv(window=16)"', '"snapvk"'), "mine.toml: [arms] policies: unknown policy 'snapvk' (did"),
+    "unknown parameter": (("window=16", "windw=16"), "no parameter 'windw' (did you mean 'window'?)"),
+    "parameter of another type": (("window=16", "window=x"), "parameter window='x' is not of type int"),
+    "budget in words": (("keep=0.25", "keep=half"), "mine.toml: [arms] budgets: budget 'keep=half'"),
+    "budget unit": (("keep=0.25", "kept=0.25"), "[arms] budgets: budget unit 'kept' is unknown"),
+    "candidate twice": (
+        ('["snapkv(window=16)"]', '["knorm", "knorm"]'),
+        "[arms] knorm keep=0.25: listed twice",
+    ),
+    "unit no method honours": (
+        ("keep=0.25", "window=64"),
+        "[arms] budgets: policy 'random' takes no per_window budget",
+    ),
+    "unknown workload": (('"kv_short"', '"kv_shrot"'), "[[workload]] 1: unknown workload 'kv_shrot' (did you mean"),
+    "budget below protection": (
+        ("keep=0.25", "keep=0.01"),
+        "[[workload]] 1 (kv_short, 2048 tokens), arm 'random keep=0.01': budget keep=0.01 gives 20 of 2048 tokens",
+    ),
+    "beyond the native context": (
+        ('"2k"', '"8k"'),
+        "[[workload]] 1: length 8192 leaves no room for a question in the native context of smollm2-135m, 8192 tokens",
+    ),
+    "unknown model": (("smollm2-135m", "smolm2-135m"), "[experiment] models: smolm2-135m: no such file"),
+    "missing plug-in": (('"snapkv(window=16)"', '"none.py:Mine"'), "there is no file"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_refused_on_one_line(change: tuple[str, str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ExperimentError) as caught:
+        plan_of(tmp_path, change)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert str(caught.value).startswith("mine.toml: ")
+
+
+def test_without_always_on_dense_must_be_listed(tmp_path: Path) -> None:
+    change = ("budgets =", "always_on = false\nbudgets =")
+    with pytest.raises(ExperimentError, match="policies must list 'dense'"):
+        plan_of(tmp_path, change)
+    plan = plan_of(tmp_path, change, ('"snapkv(window=16)"', '"dense", "snapkv(window=16)"'))
+    assert [arm.label for arm in plan.arms] == ["dense", "snapkv(window=16) keep=0.25"]
+
+
+def test_a_candidate_that_runs_anyway_runs_once(tmp_path: Path) -> None:
+    labels = [arm.label for arm in plan_of(tmp_path, ('"snapkv(window=16)"', '"random"')).arms]
+    assert labels.count("random keep=0.25") == 1
+
+
+def test_each_policy_takes_the_budgets_of_its_unit(tmp_path: Path) -> None:
+    change = (
+        '["snapkv(window=16)"]\nbudgets = ["keep=0.25"]',
+        '["knorm", "quest"]\nbudgets = ["keep=0.25", "read=0.125"]',
+    )
+    labels = [arm.label for arm in plan_of(tmp_path, change).arms]
+    assert [label for label in labels if label.startswith(("knorm", "quest"))] == [
+        "knorm keep=0.25", "quest read=0.25", "quest read=0.125",
+    ]  # fmt: skip
+    assert "random keep=0.125" in labels and "exact_mass read=0.125" in labels
+
+
+def test_beyond_native_can_be_allowed(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, ('"2k"', '"8k"'), extra="\n[protocol]\nallow_beyond_native = true\n")
+    assert plan.options.allow_beyond_native and plan.protocol.allow_beyond_native
+
+
+def test_plug_ins_lie_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(PLUGIN.format(factor="1.0"), encoding="utf-8")
+    monkeypatch.chdir("/")
+    plan = plan_of(tmp_path, ('"snapkv(window=16)"', '"mine.py:Mine(strength=2)"'))
+    assert "mine(strength=2) keep=0.25" in [arm.label for arm in plan.arms]
+
+
+@pytest.fixture
+def quick() -> Callable[..., Experiment]:
+    def make(model: str = "smollm2-135m", length: int = 2048, budgets: tuple[str, ...] = ("keep=0.5",)) -> Experiment:
+        return quick_experiment(
+            model, ["snapkv(window=16)"], budgets, workloads=["kv_short"], length=length, contexts=1, questions=2
+        )
+
+    return make
+
+
+def test_try_names_its_folder_by_what_is_asked(quick: Callable[..., Experiment]) -> None:
+    name = quick().experiment.name
+    assert name.startswith("try-smollm2-135m-snapkv-window-16-")
+    assert quick().experiment.name == name
+    others = {quick(length=1024).experiment.name, quick(budgets=("keep=0.25",)).experiment.name}
+    assert len(others | {name}) == 3
+
+
+def test_try_refuses_as_a_file_does(quick: Callable[..., Experiment]) -> None:
+    with pytest.raises(ExperimentError, match=r"^kvassay try: \[arms\] budgets: "):
+        make_plan(quick(budgets=("keep=0",)), "kvassay try", Path())

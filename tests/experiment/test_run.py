@@ -1,0 +1,268 @@
+"""Running into a folder: what is computed once, what a killed run leaves, who may write."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import filelock
+import pytest
+
+from kvassay.errors import ExperimentError
+from kvassay.experiment import run as module
+from kvassay.experiment.folder import RunFolder
+from kvassay.experiment.plan import Plan, make_plan
+from kvassay.experiment.results import Results
+from kvassay.experiment.rows import WALL, read_table
+from kvassay.experiment.run import run
+from kvassay.experiment.schema import load_experiment
+from kvassay.measure.result import BranchResult
+from kvassay.record.load import LoadedModel
+from kvassay.replay.arms import Arm
+from kvassay.replay.protocol import Protocol
+from kvassay.trace.reader import Trace
+from tests.experiment.tiny import write_experiment
+from tests.rows import row
+
+MAKER = Callable[..., Plan]
+
+
+class FakeReplay:
+    """Rows that depend on trace and arm alone; counts its calls and may stop."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.calls: list[str] = []
+        self.stop_at = stop_at
+
+    def __call__(
+        self,
+        loaded: LoadedModel,
+        trace: Trace,
+        arms: Sequence[Arm],
+        protocol: Protocol,
+        progress: Callable[[str], None],
+    ) -> list[BranchResult]:
+        if self.stop_at == len(self.calls):
+            raise KeyboardInterrupt
+        self.calls.append(trace.path.name)
+        branches = range(len(trace.branches))
+        return [row(arm.label, trace.path.name, branch) for branch in branches for arm in arms]
+
+
+@pytest.fixture
+def plan(tmp_path: Path, tiny_model: Path) -> MAKER:
+    def make(contexts: int = 3, change: tuple[str, str] = ("", "")) -> Plan:
+        file = write_experiment(tmp_path, tiny_model, contexts)
+        file.write_text(file.read_text(encoding="utf-8").replace(*change), encoding="utf-8")
+        return make_plan(load_experiment(file), file.name, tmp_path)
+
+    return make
+
+
+def comparable(folder: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in r.items() if k not in WALL} for r in read_table(folder / "samples.parquet")]
+
+
+def test_a_run_writes_what_it_says(plan: MAKER, tmp_path: Path) -> None:
+    made = plan()
+    results = run(made, tmp_path / "run", replay=FakeReplay())
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
+        ".lock", "cells.parquet", "manifest.json", "resolved.toml", "samples.parquet", "traces", "units",
+    ]  # fmt: skip
+    assert len(results.samples()) == 3 * 2 * len(made.arms)
+    assert [cell.arm for cell in results.sets[0].cells] == [arm.label for arm in made.arms]
+    assert (results.sets[0].contexts, results.sets[0].cells[0].samples) == (3, 6)
+    assert load_experiment(tmp_path / "run" / "resolved.toml").workload == made.experiment.workload
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["machine"]["cpu_count"] == os.cpu_count() and manifest["machine"]["torch"]
+    assert [unit["context"] for unit in manifest["units"]] == [0, 1, 2]
+    assert manifest["models"][0]["name"] == "tiny-llama"
+
+
+def test_the_manifest_names_no_home(
+    plan: MAKER, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tiny_model.parent))
+    run(plan(), tmp_path / "run", replay=FakeReplay())
+    for name in ("manifest.json", "resolved.toml"):
+        assert str(tiny_model.parent) not in (tmp_path / "run" / name).read_text(encoding="utf-8")
+
+
+def test_a_finished_unit_is_never_computed_again(plan: MAKER, tmp_path: Path) -> None:
+    interrupted = FakeReplay(stop_at=2)
+    with pytest.raises(KeyboardInterrupt):
+        run(plan(), tmp_path / "run", replay=interrupted)
+    with pytest.raises(ExperimentError, match="has not finished"):
+        Results.open(tmp_path / "run")
+    units = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "run" / "units").iterdir()}
+    again = FakeReplay()
+    run(plan(), tmp_path / "run", replay=again)
+    assert len(interrupted.calls) == 2 and len(again.calls) == 1
+    assert again.calls[0] not in interrupted.calls
+    assert all((tmp_path / "run" / "units" / n).stat().st_mtime_ns == t for n, t in units.items())
+    nothing = FakeReplay()
+    run(plan(), tmp_path / "run", replay=nothing)
+    assert nothing.calls == []
+
+
+def test_more_contexts_compute_only_these(plan: MAKER, tmp_path: Path) -> None:
+    run(plan(2), tmp_path / "run", replay=FakeReplay())
+    more = FakeReplay()
+    assert run(plan(3), tmp_path / "run", replay=more).sets[0].cells[0].contexts == 3
+    assert len(more.calls) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [('["knorm"]', '["keydiff"]'), ("keep=0.5", "keep=0.25"), ("recent = 8", "recent = 9"), ("free_tokens = 3", "")],
+)
+def test_other_arms_or_protocol_are_other_cells_on_the_same_traces(
+    plan: MAKER, change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(plan(2), tmp_path / "run", replay=FakeReplay())
+    monkeypatch.setattr(module, "record_sample", lambda *_: pytest.fail("recorded again"))
+    changed = FakeReplay()
+    run(plan(2, change), tmp_path / "run", replay=changed)
+    assert len(changed.calls) == 2
+
+
+def test_other_code_is_other_cells(plan: MAKER, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(plan(1), tmp_path / "run", replay=FakeReplay())
+    monkeypatch.setattr("kvassay.experiment.plan.replay_code", lambda policies: "0" * 64)
+    changed = FakeReplay()
+    run(plan(1), tmp_path / "run", replay=changed)
+    assert len(changed.calls) == 1
+
+
+def test_a_damaged_unit_is_computed_again(plan: MAKER, tmp_path: Path) -> None:
+    run(plan(2), tmp_path / "run", replay=FakeReplay())
+    unit = next((tmp_path / "run" / "units").glob("*.parquet"))
+    unit.write_bytes(unit.read_bytes()[:200])
+    again = FakeReplay()
+    run(plan(2), tmp_path / "run", replay=again)
+    assert len(again.calls) == 1
+
+
+def test_an_incomplete_replay_is_refused(plan: MAKER, tmp_path: Path) -> None:
+    def short(*arguments: Any) -> list[BranchResult]:
+        return FakeReplay()(*arguments)[:-1]
+
+    with pytest.raises(
+        ExperimentError, match=r"gave 19 rows for 20 questions x arms; question 1 under 'knorm keep=0.5'"
+    ):
+        run(plan(1), tmp_path / "run", replay=short)
+    assert list((tmp_path / "run" / "units").iterdir()) == []
+
+
+def test_texts_are_made_before_anything_is_recorded(plan: MAKER, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="unknown parameter 'pears'"):
+        run(plan(1, ("pairs", "pears")), tmp_path / "run", replay=FakeReplay())
+    assert list((tmp_path / "run" / "traces").iterdir()) == []
+
+
+def test_two_runs_do_not_share_a_folder(plan: MAKER, tmp_path: Path) -> None:
+    made = plan(1)
+    (tmp_path / "run").mkdir()
+    with (
+        filelock.FileLock(tmp_path / "run" / ".lock"),
+        pytest.raises(ExperimentError, match="another run is writing here"),
+    ):
+        run(made, tmp_path / "run", replay=FakeReplay())
+
+
+def test_what_a_killed_run_left_half_written_is_cleared(plan: MAKER, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.units.mkdir(parents=True)
+    (folder.units / ".tmp-abc.parquet").write_text("half", encoding="utf-8")
+    (folder.traces / ".half-a-trace").mkdir(parents=True)
+    run(plan(1), tmp_path / "run", replay=FakeReplay())
+    assert [p.name for p in folder.units.iterdir() if p.name.startswith(".")] == []
+    assert [p.name for p in folder.traces.iterdir() if p.name.startswith(".")] == []
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing_half(
+    plan: MAKER, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(rows: object, path: Path, notes: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(module, "write_results", full)
+    with pytest.raises(ExperimentError) as caught:
+        run(plan(1), tmp_path / "run", replay=FakeReplay())
+    assert "No space left on device (" in str(caught.value) and "bytes free); free some and run the same" in str(
+        caught.value
+    )
+    assert list((tmp_path / "run" / "units").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(plan: MAKER, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ExperimentError, match=r"file/run.*: cannot be written: Not a directory"):
+        run(plan(1), tmp_path / "file" / "run", replay=FakeReplay())
+
+
+@pytest.fixture
+def started(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[[Path], subprocess.Popen[str]]]:
+    """Start `kvassay run` of the tiny experiment into a folder, in a process of its own."""
+    file = write_experiment(tmp_path, tiny_model, 4)
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(folder: Path) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "kvassay", "run", str(file), "--out", str(folder)]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def wait_for_units(folder: Path, count: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 200
+    while len(list((folder / "units").glob("[!.]*.parquet"))) < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_killed_in_the_middle_and_continued_is_as_if_never_killed(
+    started: Callable[[Path], subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    uninterrupted = started(whole)
+    assert uninterrupted.communicate()[1] and uninterrupted.returncode == 0
+    killed = started(torn)
+    wait_for_units(torn, 1, killed)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    assert killed.returncode == -signal.SIGKILL
+    before = {p.name: p.stat().st_mtime_ns for p in (torn / "units").glob("[!.]*.parquet")}
+    assert 1 <= len(before) < 4
+    continued = started(torn)
+    out, err = continued.communicate()
+    assert continued.returncode == 0, err
+    assert err.count("done before") == len(before)
+    assert all((torn / "units" / name).stat().st_mtime_ns == stamp for name, stamp in before.items())
+    assert comparable(torn) == comparable(whole)
+    assert len(comparable(torn)) == 4 * 2 * 10
+    assert "knorm keep=0.5" in out and (torn / "report.html").is_file()
+
+
+def test_ctrl_c_is_130_and_says_how_to_go_on(started: Callable[[Path], subprocess.Popen[str]], tmp_path: Path) -> None:
+    process = started(tmp_path / "run")
+    wait_for_units(tmp_path / "run", 1, process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate()
+    assert process.returncode == 130
+    assert err.endswith("interrupted; run the same command to continue\n")
+    assert "Traceback" not in err
