@@ -118,7 +118,7 @@ def _gather(side: Tensor, view: SlotView) -> Tensor:
     head = np.arange(heads)[:, None] * view.block_size
     per_block = side.stride(0) // side.shape[-1]
     index = view.block_ids.astype(np.int64) * per_block + head + view.offsets
-    return rows.index_select(0, torch.from_numpy(index.clip(0)).flatten()).view(heads, n, -1)
+    return rows.index_select(0, torch.from_numpy(index.clip(0)).flatten()).view(heads, n, side.shape[-1])
 
 
 def _whole_blocks(side: Tensor, blocks: Ints) -> Tensor:

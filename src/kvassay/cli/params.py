@@ -9,7 +9,10 @@ import click
 from kvassay.experiment.tokens import parse_tokens
 
 # Generic from click 8.2 on, and only for type checkers.
-_IntParam = click.ParamType[int] if TYPE_CHECKING else click.ParamType
+if TYPE_CHECKING:
+    _IntParam = click.ParamType[int]
+else:
+    _IntParam = click.ParamType
 
 
 class TokenCount(_IntParam):
