@@ -44,11 +44,12 @@ types: $(READY) ## Static types
 
 check: lint types test ## What must pass before a commit
 
-vs-kvpress: $(READY) ## Compare our policies with kvpress, in an environment of its own
-	test -f benchmarks/vs_kvpress.py || { echo "error: benchmarks/vs_kvpress.py is not there yet" >&2; exit 2; }
+vs-kvpress: $(READY) ## Time the same grid through kvpress, which gets an environment of its own
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -e ".[models]" kvpress
-	$(PEERS)/bin/python benchmarks/vs_kvpress.py
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check "kvpress==0.5.*"
+	$(BIN)/kvassay models fetch smollm2-135m
+	$(BIN)/python benchmarks/vs_kvpress.py --peer $(PEERS)/bin/python
 
 clean: ## Remove what was built; runs and fetched models stay
 	rm -rf $(VENV) $(PEERS) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -171,6 +171,15 @@ class TestHybrid:
         assert ledger.table(other, 1) == (0, 0, *ledger.table(seq, 1)[2:4])
         assert rows(ledger.live(other, 2)) == [list(range(10, 16))]
 
+    def test_a_hit_shows_only_what_its_next_query_needs(self) -> None:
+        """Window 5: one block serves the query at 16, and position 11, which only 15 saw, is not there."""
+        ledger = Ledger([FULL, GroupSpec(1, (2,), (1,), 4, window=5)], 20)
+        filled(ledger, 17)
+        other, _ = ledger.create(range(17))
+        assert ledger.table(other, 1)[:3] == (0, 0, 0)
+        assert rows(ledger.live(other, 2)) == [[12, 13, 14, 15]]
+        ledger.check()
+
     def test_groups_converge_to_a_common_length(self) -> None:
         """One block of the full group lost: the window group must fall back to the same length."""
         ledger = Ledger([FULL, SLIDING], 40)

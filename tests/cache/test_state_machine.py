@@ -499,8 +499,8 @@ TestTwoBlockSizes.settings = FAST
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("machine", [LedgerMachine, TwoBlockSizes])
 def test_long_runs(machine: type[RuleBasedStateMachine]) -> None:
-    run_state_machine_as_test(
-        machine, settings=settings(FAST, max_examples=500, stateful_step_count=80, derandomize=False)
-    )
+    long = settings(FAST, max_examples=400, stateful_step_count=60, derandomize=False)
+    run_state_machine_as_test(machine, settings=long)

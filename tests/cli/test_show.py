@@ -27,7 +27,7 @@ def test_ls(tmp_path: Path) -> None:
 
 
 def test_ls_without_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(ExperimentError, match="no such folder; runs go to ./runs"):
+    with pytest.raises(ExperimentError, match=r"no such folder; runs go to \./runs"):
         invoke("ls", tmp_path / "none")
 
 

@@ -169,10 +169,10 @@ SELECTING: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def config_of(family: str) -> Any:
-    """The tiny config of a family; a key set to None is left out."""
+def config_of(family: str, **changes: Any) -> Any:
+    """The tiny config of a family, with changed keys; a key set to None is left out."""
     name, own = {**PLAIN, **SELECTING}[family]
-    keys = {**BASE, **copy.deepcopy(own)}
+    keys = {**BASE, **copy.deepcopy(own), **changes}
     dropped = [key for key, value in own.items() if value is None]
     for key in dropped:
         del keys[key]
@@ -184,9 +184,9 @@ def config_of(family: str) -> Any:
     return found(**keys)
 
 
-def build(family: str, attention: str = "eager", seed: int = 1, native: int = 512) -> Any:
+def build(family: str, attention: str = "eager", seed: int = 1, native: int = 512, **changes: Any) -> Any:
     """A tiny random float32 model; the default 0.02 init would make attention near uniform, so widen it."""
-    config = config_of(family)
+    config = config_of(family, **changes)
     config.max_position_embeddings = native
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     model = model.eval().float()

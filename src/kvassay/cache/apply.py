@@ -1,256 +1,106 @@
-"""Validate a policy's edits of one layer and carry them out, in the order merge, bias, encode, evict."""
+"""Carry out checked edits, in the order merge, bias, encode, evict."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from kvassay.cache.data import LayerData
-from kvassay.cache.edits import Bias, Edit, Evict, LowRank, Merge, Quantize
-from kvassay.cache.encoded import Encoded, low_rank, quantized
-from kvassay.errors import IllegalEdit
+from kvassay.cache.edits import Edit, Merge, Quantize
+from kvassay.cache.encoded import low_rank, quantized
+from kvassay.cache.ops import Ints
+from kvassay.cache.validate import Ground, Plan, validate
 
 if TYPE_CHECKING:
     from kvassay.cache.paged import PagedCache
 
-WIDTHS = (0, 2, 4, 8, 16)
 
+def apply_edits(cache: PagedCache, seq: int, edits: Mapping[int, Sequence[Edit]], *, allow_window: bool) -> None:
+    """Apply edits by layer; every edit's token axis is its layer's view before any of them.
 
-def apply_edits(cache: PagedCache, seq: int, layer: int, edits: Sequence[Edit], *, allow_window: bool) -> None:
-    """Apply one layer's edits; every edit's token axis is the view before any of them."""
-    data = cache.layer(seq, layer)
+    All layers are checked before anything is carried out: `IllegalEdit` leaves the cache as it was. Then come
+    the copies that writing needs; they alone can run out of blocks, and `PoolExhausted` leaves the contents as
+    they were.
+    """
     committed = cache.ledger.length(seq) - cache.ledger.uncommitted(seq)
-    where = _Where(cache, seq, layer, data, committed, allow_window)
-    for edit in edits:
-        where.validate(edit)
-    for kind in (Merge, Bias, Quantize, LowRank, Evict):
-        for edit in edits:
-            if isinstance(edit, kind):
-                where.carry_out(edit)
+    plans = [
+        validate(
+            Ground(cache.layout.layers[layer], cache.layer(seq, layer), committed), wanted, allow_window=allow_window
+        )
+        for layer, wanted in edits.items()
+        if wanted
+    ]
+    for plan in plans:
+        if plan.merge is not None:
+            targets = _rows(plan, plan.targets)
+            cache.run(cache.ledger.begin_write(seq, plan.layer, targets, allow_window=True))
+    for plan in plans:
+        _carry_out(cache, seq, plan)
 
 
-class _Where:
-    """One layer of one sequence, and the edits' common ground."""
+def _carry_out(cache: PagedCache, seq: int, plan: Plan) -> None:
+    if plan.merge is not None:
+        _merge(cache, seq, plan, plan.merge)
+    for weight, before_softcap in plan.bias:
+        cache.set_bias(seq, plan.layer, plan.data.positions, weight, before_softcap)
+    if plan.codes:
+        _encode(cache, seq, plan)
+    if bool(plan.gone.any()):
+        cache.ledger.evict_positions(seq, plan.layer, _rows(plan, plan.gone), allow_window=True)
 
-    def __init__(
-        self, cache: PagedCache, seq: int, layer: int, data: LayerData, committed: int, allow_window: bool
-    ) -> None:
-        self.cache, self.seq, self.layer, self.data = cache, seq, layer, data
-        self.allow_window = allow_window
-        self.editable = data.alive & (data.positions < committed)
-        self.raw = self.editable if data.encoded is None else self.editable & ~data.encoded
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.data.positions.shape[0], self.data.positions.shape[1]
+def _rows(plan: Plan, mask: Tensor) -> list[Ints]:
+    """Per head, the positions that a mask names, ascending."""
+    return [row[chosen].numpy() for row, chosen in zip(plan.data.positions, mask, strict=True)]
 
-    @property
-    def key_dim(self) -> int:
-        return self.cache.layout.layers[self.layer].kv.k_dim
 
-    def validate(self, edit: Edit) -> None:
-        """Refuse wrong shapes and values before anything is changed."""
-        if isinstance(edit, Evict):
-            keep = self.mask(edit.keep, "Evict.keep")
-            self.refuse_empty(keep & self.data.alive)
-        elif isinstance(edit, Merge):
-            self.floats(edit.weight, "Merge.weight")
-            self.targets(edit)
-        elif isinstance(edit, Bias):
-            self.floats(edit.log_weight, "Bias.log_weight")
-        elif isinstance(edit, Quantize):
-            self.widths(edit)
-        else:
-            self.ranks(edit)
+def _merge(cache: PagedCache, seq: int, plan: Plan, edit: Merge) -> None:
+    """Write the weighted mean of each target and its sources; the blocks are this sequence's own by now."""
+    view = cache.ledger.slots(seq, plan.layer)
+    for head, (target, positions) in enumerate(zip(plan.targets, _rows(plan, plan.targets), strict=True)):
+        if not len(positions):
+            continue
+        k, v = (
+            None if x is None else _means(x[head], edit.into[head], edit.weight[head])[target]
+            for x in (None if edit.values_only else plan.data.k, plan.data.v)
+        )
+        columns = np.searchsorted(view.positions[head, : view.counts[head]], positions)
+        cache.store.write_at(plan.layer, head, view.block_ids[head, columns], view.offsets[head, columns], k, v)
 
-    def carry_out(self, edit: Edit) -> None:
-        """Do it."""
-        if isinstance(edit, Evict):
-            gone = self.data.alive & ~self.mask(edit.keep, "Evict.keep")
-            self.evict(gone)
-        elif isinstance(edit, Merge):
-            self.merge(edit)
-        elif isinstance(edit, Bias):
-            positions = self.data.positions.masked_fill(~self.editable, -1)
-            self.cache.set_bias(self.seq, self.layer, positions, edit.log_weight)
-        elif isinstance(edit, Quantize):
-            self.quantize(edit)
-        else:
-            self.low_rank(edit)
 
-    # -- evict -----------------------------------------------------------------------------------------
+def _means(x: Tensor, into: Tensor, weight: Tensor) -> Tensor:
+    """Rows x [n, dim], each with the rows merged into it, as their mean by weight [n]."""
+    weight, source = weight.to(x.dtype), into >= 0
+    to, scaled = into[source].long(), x * weight[:, None]
+    total = weight.index_add(0, to, weight[source])
+    return scaled.index_add(0, to, scaled[source]) / total[:, None]
 
-    def evict(self, gone: Tensor) -> None:
-        if not bool(gone.any()):
-            return
-        held = [np.sort(p) for p in self.cache.ledger.live(self.seq, self.layer)]
-        rows = [np.intersect1d(row[g].numpy(), h) for row, g, h in zip(self.data.positions, gone, held, strict=True)]
-        self.cache.ledger.evict_positions(self.seq, self.layer, rows, allow_window=self.allow_window)
 
-    # -- merge -----------------------------------------------------------------------------------------
-
-    def merge(self, edit: Merge) -> None:
-        """Weighted mean of each target with its sources, written after copy-on-write."""
-        source = edit.into >= 0
-        target = self.target_mask(edit)
-        rows = [p[t].numpy() for p, t in zip(self.data.positions, target, strict=True)]
-        ledger = self.cache.ledger
-        self.cache.run(ledger.begin_write(self.seq, self.layer, rows, allow_window=self.allow_window))
-        view = ledger.slots(self.seq, self.layer)
-        for head in range(self.shape[0]):
-            index = target[head].nonzero().flatten()
-            if not len(index):
-                continue
-            to, weight = edit.into[head][source[head]], edit.weight[head].to(self.data.v.dtype)
-            total = weight.clone().index_add_(0, to, weight[source[head]])[index]
-            mean = [
-                _weighted(side[head], weight, source[head], to)[index] / total[:, None]
-                for side in (self.data.k, self.data.v)
-            ]
-            column = torch.from_numpy(np.searchsorted(view.positions[head, : view.counts[head]], rows[head]))
-            self.cache.store.write_at(
-                self.layer,
-                head,
-                view.block_ids[head, column],
-                view.offsets[head, column],
-                None if edit.values_only else mean[0],
-                mean[1],
-            )
-
-    def target_mask(self, edit: Merge) -> Tensor:
-        target = torch.zeros(self.shape, dtype=torch.bool)
-        return target.scatter_(1, edit.into.clamp(min=0), True) & _hit(edit.into, self.shape)
-
-    def targets(self, edit: Merge) -> None:
-        if edit.into.shape != self.shape or edit.into.is_floating_point():
-            raise self.illegal(f"Merge.into of shape {list(edit.into.shape)}, integer {list(self.shape)} needed")
-        if int(edit.into.max()) >= self.shape[1]:
-            raise self.illegal(f"Merge.into names token {int(edit.into.max())} of {self.shape[1]}")
-        source, target = edit.into >= 0, self.target_mask(edit)
-        if bool((source & target).any()):
-            raise self.illegal("a token is merged away and merged into at once")
-        if bool(((source | target) & ~self.raw).any()):
-            raise self.illegal("Merge touches tokens that are encoded, uncommitted or not there")
-        if bool((edit.weight[source | target] <= 0).any()):
-            raise self.illegal("Merge.weight must be positive")
-
-    # -- encode ----------------------------------------------------------------------------------------
-
-    def quantize(self, edit: Quantize) -> None:
-        scope = self.scope(edit.tokens)
-        value_bits = edit.value_bits
-        dropped = scope & (value_bits == 0) if isinstance(value_bits, Tensor) else torch.zeros_like(scope)
-        present = scope & ~dropped
-        if not bool(present.any()):
-            raise self.illegal("Quantize keeps no token")
-        columns = present.any(0)
-        cut = replace(edit, value_bits=_cut(edit.value_bits, columns), key_bits=self.cut_keys(edit, columns))
-        positions = self.data.positions.masked_fill(~present, -1)[:, columns]
-        self.encode(quantized(cut, *self.data.take(columns), positions), "quantized")
-        self.evict(dropped)
-
-    def low_rank(self, edit: LowRank) -> None:
-        scope = self.scope(edit.tokens)
+def _encode(cache: PagedCache, seq: int, plan: Plan) -> None:
+    """Move tokens into encoded segments."""
+    data = plan.data if plan.merge is None else cache.layer(seq, plan.layer)  # what the merge has written
+    layout = cache.layout
+    for edit, scope in plan.codes:
         columns = scope.any(0)
-        positions = self.data.positions.masked_fill(~scope, -1)[:, columns]
-        rope = self.cache.layout.layers[self.layer].rope
-        run = low_rank(edit, *self.data.take(columns), positions, rope)
-        self.encode(run, "low_rank")
-
-    def encode(self, run: Encoded, kind: str) -> None:
-        """Register a run with the ledger; its own column order is by ascending position, packed left."""
-        packed = _pack_left(run)
-        rows = [p[p >= 0].numpy() for p in packed.positions]
-        nbytes = max(1, round(run.size.total(self.cache.layout.element_bytes)))
-        segment = self.cache.ledger.encode(self.seq, self.layer, rows, nbytes, kind, allow_window=self.allow_window)
-        self.cache.keep_encoded(segment, packed)
-
-    def scope(self, tokens: Tensor | None) -> Tensor:
-        """The tokens to encode: those asked for, else all that are still raw."""
-        if tokens is None:
-            return self.raw
-        asked = self.mask(tokens, "tokens") & self.data.alive
-        if bool((asked & ~self.raw).any()):
-            raise self.illegal("tokens to encode are uncommitted or encoded already; encoded data is not re-encoded")
-        return asked
-
-    def cut_keys(self, edit: Quantize, columns: Tensor) -> int | Tensor:
-        return edit.key_bits if edit.key_axis == "channel" else _cut(edit.key_bits, columns)
-
-    # -- validation ------------------------------------------------------------------------------------
-
-    def mask(self, mask: Tensor, name: str) -> Tensor:
-        if mask.dtype != torch.bool or mask.shape not in (self.shape, self.shape[1:]):
-            raise self.illegal(
-                f"{name} is {mask.dtype} {list(mask.shape)}, bool {list(self.shape)} or [{self.shape[1]}] needed"
-            )
-        return mask.expand(self.shape)
-
-    def floats(self, x: Tensor, name: str) -> None:
-        if x.shape != self.shape or not bool(torch.isfinite(x[self.data.alive]).all()):
-            raise self.illegal(f"{name} is {list(x.shape)}, finite {list(self.shape)} needed")
-
-    def widths(self, edit: Quantize) -> None:
-        heads, tokens = self.shape
-        allowed = {"value_bits": [(heads, tokens)], "key_bits": [(heads, tokens)]}
-        if edit.key_axis == "channel":
-            allowed["key_bits"] = [(heads, self.key_dim)]
-        for name, shapes in allowed.items():
-            bits = getattr(edit, name)
-            found = [bits] if isinstance(bits, int) else bits.unique().tolist()
-            if isinstance(bits, Tensor) and tuple(bits.shape) not in shapes:
-                raise self.illegal(f"Quantize.{name} is {list(bits.shape)}, {list(shapes[0])} needed")
-            if not set(found) <= set(WIDTHS) or found == [0]:
-                raise self.illegal(f"Quantize.{name} holds widths {found}, allowed are {WIDTHS}")
-        self.scope(edit.tokens)
-
-    def ranks(self, edit: LowRank) -> None:
-        named = sorted(h for g in edit.head_groups for h in g)
-        if named != list(range(self.shape[0])):
-            raise self.illegal(f"LowRank.head_groups name heads {named}, each of 0..{self.shape[0] - 1} once needed")
-        self.scope(edit.tokens)
-
-    def refuse_empty(self, keep: Tensor) -> None:
-        empty = (keep.sum(1) == 0).nonzero().flatten()
-        if len(empty):
-            raise self.illegal(f"KV head {int(empty[0])} would keep 0 of {int(self.data.alive[empty[0]].sum())} tokens")
-
-    def illegal(self, what: str) -> IllegalEdit:
-        return IllegalEdit(f"layer {self.layer}: {what}")
+        k, v = data.take(columns)
+        positions = data.positions.masked_fill(~scope, -1)[:, columns]
+        if isinstance(edit, Quantize):
+            run, kind = quantized(_cut(edit, columns), k, v, positions), "quantized"
+        else:
+            run, kind = low_rank(edit, k, v, positions, layout.layers[plan.layer].rope), "low_rank"
+        nbytes = max(1, round(run.size.total(layout.element_bytes)))
+        segment = cache.ledger.encode(seq, plan.layer, _rows(plan, scope), nbytes, kind, allow_window=True)
+        cache.keep_encoded(segment, run.packed_left())
 
 
-def _hit(into: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Which tokens at least one source names as its target."""
-    count = torch.zeros(shape, dtype=torch.int64)
-    return count.scatter_add_(1, into.clamp(min=0), (into >= 0).long()) > 0
+def _cut(edit: Quantize, columns: Tensor) -> Quantize:
+    """The edit with its widths per token for some columns only."""
 
+    def cut(bits: int | Tensor) -> int | Tensor:
+        return bits[:, columns] if isinstance(bits, Tensor) else bits
 
-def _weighted(x: Tensor, weight: Tensor, source: Tensor, to: Tensor) -> Tensor:
-    scaled = x * weight[:, None]
-    return scaled.index_add(0, to, scaled[source])
-
-
-def _cut(bits: int | Tensor, columns: Tensor) -> int | Tensor:
-    return bits if isinstance(bits, int) else bits[:, columns]
-
-
-def _pack_left(run: Encoded) -> Encoded:
-    """Move each head's tokens to the front, as the ledger registers them; padding last."""
-    if bool((run.positions >= 0).all()):
-        return run
-    alive = run.positions >= 0
-    order = torch.sort((~alive).to(torch.int8), dim=1, stable=True).indices[:, : int(alive.sum(1).max())]
-    rows = torch.arange(order.shape[0])[:, None]
-    return Encoded(
-        torch.gather(run.positions, 1, order),
-        run.key,
-        run.value,
-        run.rope,
-        run.keys()[rows, order],
-        run.values()[rows, order],
-    )
+    key_bits = edit.key_bits if edit.key_axis == "channel" else cut(edit.key_bits)
+    return replace(edit, value_bits=cut(edit.value_bits), key_bits=key_bits)

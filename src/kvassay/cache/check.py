@@ -43,7 +43,7 @@ def _check_owners(ledger: Tables) -> None:
             )
         if len(groups.get(block_id, ())) > 1:
             raise LedgerCorrupt(f"block {block_id} is held by groups {sorted(groups[block_id])}")
-    readers = Counter(segment for s in ledger._sequences.values() for segment in s.segments)
+    readers = Counter(segment for s in ledger._sequences.values() for segment in s.segment_ids)
     counted = {segment.id: segment.owners for segment in ledger._segments.all()}
     if readers != Counter(counted):
         raise LedgerCorrupt(f"segment owners {counted}, sequences that hold them {dict(readers)}")
@@ -86,13 +86,13 @@ def _check_addresses(ledger: Tables, s: SequenceState, table: Table, layer: int,
     low = s.first_visible(table)
     mapped = layer_map.entries if layer_map else np.empty((table.group.heads(layer), 0), dtype=np.int32)
     rule = np.arange(mapped.shape[1], table.slots) + len(s.tokens) - table.slots
-    segments = ledger._segments.of(s.segments, (layer,))
+    segments = [(ledger._segments.get(segment), mask) for segment, mask in s.masks(layer).items()]
     null = np.array([ref == NULL_REF for ref in table.blocks], dtype=np.bool_)
     for head, row in enumerate(mapped):
         entries = np.concatenate((row, rule))
         named = entries[entries != np.iinfo(np.int32).min]
         positions = np.where(named < 0, ~named, named)
-        encoded = [segment.positions[head][s.segments[segment.id][head]] for segment in segments]
+        encoded = [segment.positions[head][mask[head]] for segment, mask in segments]
         live = np.concatenate((entries[entries >= low], *encoded))
         for kind, found in (("slots", positions), ("live", live)):
             if len(np.unique(found)) != len(found):

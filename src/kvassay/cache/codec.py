@@ -6,14 +6,15 @@ declared. Widths are 2, 4 and 8 bits, least significant code first in each byte.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 WIDTHS = (2, 4, 8)
+Axis = Literal["token", "channel"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,11 @@ class Code(Protocol):
         """Bytes as held."""
 
     def decode(self) -> Tensor:
-        """float32 [kv_heads, tokens, dim]; rows of dropped tokens are zero."""
+        """float32 of the shape that was encoded; dropped tokens and channels are zero."""
+
+
+Encoder = Callable[[Tensor, int], Code]
+"""Encodes [..., tokens, dim] at a width in bits; decodes to the same shape."""
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -144,12 +149,12 @@ class TokenGroups:
 
     @classmethod
     def encode(cls, x: Tensor, bits: int, group: int | None) -> TokenGroups:
-        """Encode x [heads, tokens, dim]; `group` must divide dim (None = the whole head dimension)."""
+        """Encode x [..., tokens, dim]; `group` must divide dim (None = the whole head dimension)."""
         size = group or x.shape[-1]
         return cls(Packed.encode(x.unflatten(-1, (-1, size)), bits))
 
     def decode(self) -> Tensor:
-        """float32 [heads, tokens, dim]."""
+        """float32 [..., tokens, dim]."""
         return self.packed.decode().flatten(-2)
 
     @property
@@ -167,24 +172,22 @@ class ChannelGroups:
 
     @classmethod
     def encode(cls, x: Tensor, bits: int, group: int | None) -> ChannelGroups:
-        """Encode x [heads, tokens, dim]; the last group may be shorter (None = all tokens in one)."""
-        size = group or x.shape[1]
-        whole = x.shape[1] // size * size
-        full = x[:, :whole].unflatten(1, (-1, size)).transpose(2, 3) if whole else None
-        rest = x[:, whole:].transpose(1, 2) if whole < x.shape[1] else None
+        """Encode x [..., tokens, dim]; the last group may be shorter (None = all tokens in one)."""
+        tokens = x.shape[-2]
+        size = group or tokens
+        whole = tokens // size * size
+        channels = x.transpose(-1, -2)
         return cls(
-            Packed.encode(full, bits) if full is not None else None,
-            Packed.encode(rest, bits) if rest is not None else None,
+            Packed.encode(channels[..., :whole].unflatten(-1, (-1, size)), bits) if whole else None,
+            Packed.encode(channels[..., whole:], bits) if whole < tokens else None,
         )
 
     def decode(self) -> Tensor:
-        """float32 [heads, tokens, dim]."""
-        parts = []
-        if self.full is not None:
-            parts.append(self.full.decode().transpose(2, 3).flatten(1, 2))
+        """float32 [..., tokens, dim]."""
+        parts = [] if self.full is None else [self.full.decode().flatten(-2)]
         if self.rest is not None:
-            parts.append(self.rest.decode().transpose(1, 2))
-        return torch.cat(parts, dim=1)
+            parts.append(self.rest.decode())
+        return torch.cat(parts, dim=-1).transpose(-1, -2)
 
     @property
     def size(self) -> Size:
@@ -193,53 +196,61 @@ class ChannelGroups:
 
 
 @dataclass(frozen=True)
-class Mixed:
-    """Classes of rows or channels at different widths, per head; what is in no class is dropped (0 bits).
+class Part:
+    """One class of one head in a `Mixed`: the tokens or channels `index` that `code` decodes to."""
 
-    Each part holds (head, index, axis, code): `index` are the tokens (axis 0) or channels (axis 1) of
-    that head's [tokens, dim] that `code` decodes to.
-    """
+    head: int
+    index: Tensor
+    code: Code
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Classes of tokens or channels at different widths, per head; what is in no class is dropped (0 bits)."""
 
     dim: int
+    axis: Axis
     present: Tensor
     """bool [heads, tokens]: the tokens that are stored at all."""
-    parts: tuple[tuple[int, Tensor, int, Packed | Raw], ...]
+    parts: tuple[Part, ...]
 
     @classmethod
-    def encode(cls, x: Tensor, bits: Tensor, axis: int, present: Tensor) -> Mixed:
-        """Encode x [heads, tokens, dim] with widths bits [heads, tokens] (axis 0) or [heads, dim] (axis 1).
+    def encode(cls, x: Tensor, bits: Tensor, axis: Axis, present: Tensor, encoder: Encoder) -> Mixed:
+        """Encode x [heads, tokens, dim] with widths bits [heads, tokens] or [heads, dim], as `axis` says.
 
-        present: bool [heads, tokens]; rows outside are not stored at all. Axis 0 has a scale per token
-        over the head dimension, axis 1 a scale per channel over all present tokens.
+        present: bool [heads, tokens]; other rows are not stored at all
+        encoder: encodes each head's class, [tokens, dim] of its tokens (or channels) alone, at one width
         """
-        parts: list[tuple[int, Tensor, int, Packed | Raw]] = []
-        for head in range(x.shape[0]):
-            rows = present[head].nonzero().flatten()
-            units = bits[head] if axis == 1 else torch.where(present[head], bits[head], 0)
+        parts: list[Part] = []
+        for head, rows in enumerate(present):
+            units = bits[head] if axis == "channel" else bits[head].masked_fill(~rows, 0)
             for width in (*WIDTHS, 16):
                 index = (units == width).nonzero().flatten()
-                if len(index) == 0 or len(rows) == 0:
-                    continue
-                block = x[head][rows][:, index].T if axis == 1 else x[head][index]
-                parts.append((head, index, axis, Raw(block) if width == 16 else Packed.encode(block, width)))
-        return cls(x.shape[2], present, tuple(parts))
+                block = x[head, rows][:, index] if axis == "channel" else x[head, index]
+                if block.numel():
+                    parts.append(Part(head, index, encoder(block, width)))
+        return cls(x.shape[2], axis, present, tuple(parts))
 
     def decode(self) -> Tensor:
         """float32 [heads, tokens, dim]."""
         out = torch.zeros(*self.present.shape, self.dim)
-        for head, index, axis, code in self.parts:
-            if axis == 1:
-                rows = self.present[head].nonzero().flatten()
-                out[head, rows[:, None], index[None]] = code.decode().T
+        for part in self.parts:
+            if self.axis == "channel":
+                rows = self.present[part.head].nonzero()
+                out[part.head, rows, part.index] = part.code.decode()
             else:
-                out[head, index] = code.decode()
+                out[part.head, part.index] = part.code.decode()
         return out
 
     @property
     def size(self) -> Size:
-        """All classes, plus a 4-byte index per row or channel in each class's order."""
-        body = sum((code.size for *_, code in self.parts), Size())
-        return body + Size(metadata=sum(4 * len(index) for _, index, _, _ in self.parts))
+        """All classes, and 4 bytes per token or channel to say which class it is in where one is not the whole."""
+        body = sum((part.code.size for part in self.parts), Size())
+        listed = [len(part.index) for part in self.parts if len(part.index) < self._units(part.head)]
+        return body + Size(metadata=4 * sum(listed))
+
+    def _units(self, head: int) -> int:
+        return self.dim if self.axis == "channel" else int(self.present[head].sum())
 
 
 @dataclass(frozen=True)
@@ -263,7 +274,8 @@ class Coefficients:
     ) -> Coefficients:
         """Project x [heads, tokens, dim]: each head group's rows [tokens, heads * dim] @ [heads * dim, rank]."""
         rows = [x[list(heads)].transpose(0, 1).flatten(1) for heads in head_groups]
-        return cls(tuple(r @ e for r, e in zip(rows, encoders, strict=True)), tuple(decoders), head_groups)
+        coefficients = tuple(r @ e.to(r.dtype) for r, e in zip(rows, encoders, strict=True))
+        return cls(coefficients, tuple(d.to(x.dtype) for d in decoders), head_groups)
 
     def decode(self) -> Tensor:
         """float32 [heads, tokens, dim]."""

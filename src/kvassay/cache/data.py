@@ -31,6 +31,15 @@ class Run:
         return self._values()
 
     @classmethod
+    def joined(cls, runs: Sequence[Run]) -> Run:
+        """Several runs as one."""
+        return cls(
+            lambda: torch.cat([run.k for run in runs], 1),
+            lambda: torch.cat([run.v for run in runs], 1),
+            sum(run.tokens for run in runs),
+        )
+
+    @classmethod
     def of(cls, k: Tensor, v: Tensor) -> Run:
         """A run that is there already."""
         return cls(lambda: k, lambda: v, k.shape[1])
@@ -41,7 +50,8 @@ class Stored:
     """Runs of keys and values, one after the other along the token axis, in no particular order.
 
     positions, slots: int64 [kv_heads, tokens], -1 on padding (there keys and values are arbitrary)
-    bias: float [kv_heads, tokens] added to logits, or None
+    bias: float [kv_heads, tokens] added to logits (after a soft-cap), or None
+    inner_bias: the same, added before the layer's soft-cap
     encoded: bool [kv_heads, tokens], True where held in an encoded segment; None: nowhere
     complete: no padding anywhere
     """
@@ -52,6 +62,7 @@ class Stored:
     bias: Tensor | None = None
     encoded: Tensor | None = None
     complete: bool = False
+    inner_bias: Tensor | None = None
 
     @property
     def alive(self) -> Tensor:
@@ -61,7 +72,7 @@ class Stored:
     def by_position(self) -> LayerData:
         """The same tokens by ascending position, padding last and as narrow as it can be."""
         if self.complete and len(self.runs) == 1 and self.encoded is None:
-            return LayerData(self.runs[0], self.positions, self.slots, self.bias)
+            return LayerData(self.runs[0], self.positions, self.slots, self.bias, inner_bias=self.inner_bias)
         alive = self.alive
         width = int(alive.sum(1).max()) if alive.numel() else 0
         key = self.positions.masked_fill(~alive, torch.iinfo(torch.int64).max)
@@ -73,10 +84,10 @@ class LayerData:
     """Keys and values as read back through the address map, encoded parts decoded, by ascending position.
 
     k, v: [kv_heads, tokens, dim]; positions, slots: int64 [kv_heads, tokens], -1 on the padding of ragged
-    heads (there k and v are arbitrary); bias: float [kv_heads, tokens] added to logits, or None;
-    encoded: bool [kv_heads, tokens], True where the token is held in an encoded segment, or None.
-    `slots` are logical: `slots // block_size` is the ordinal of the block in the sequence's table. Tokens
-    that live in encoded segments have the slot they were written to.
+    heads (there k and v are arbitrary); bias, inner_bias: float [kv_heads, tokens] added to logits after or
+    before the soft-cap, or None; encoded: bool [kv_heads, tokens], True where the token is held in an encoded
+    segment, or None. `slots` are logical: `slots // block_size` is the ordinal of the block in the sequence's
+    table. Tokens that live in encoded segments have the slot they were written to.
     """
 
     def __init__(
@@ -86,9 +97,11 @@ class LayerData:
         slots: Tensor,
         bias: Tensor | None = None,
         encoded: Tensor | None = None,
+        inner_bias: Tensor | None = None,
     ) -> None:
         self._run = run
-        self.positions, self.slots, self.bias, self.encoded = positions, slots, bias, encoded
+        self.positions, self.slots, self.encoded = positions, slots, encoded
+        self.bias, self.inner_bias = bias, inner_bias
 
     @property
     def k(self) -> Tensor:
@@ -120,7 +133,7 @@ class LayerData:
     def stored(self) -> Stored:
         """The same as one run."""
         complete = bool(self.alive.all())
-        return Stored((self._run,), self.positions, self.slots, self.bias, self.encoded, complete)
+        return Stored((self._run,), self.positions, self.slots, self.bias, self.encoded, complete, self.inner_bias)
 
     def take(self, columns: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of some columns (bool [tokens]) without touching the others."""
@@ -146,6 +159,7 @@ class _Reordered(LayerData):
             torch.gather(stored.slots, 1, order),
             pick(stored.bias),
             pick(stored.encoded),
+            pick(stored.inner_bias),
         )
 
     def take(self, columns: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvassay.cache.codec import ChannelGroups, Code, Coefficients, Float8, Mixed, Raw, Size, TokenGroups
+from kvassay.cache.codec import Axis, ChannelGroups, Code, Coefficients, Encoder, Float8, Mixed, Raw, Size, TokenGroups
 from kvassay.cache.edits import LowRank, Quantize
 from kvassay.cache.rope import rotate, unrotate
-from kvassay.errors import IllegalEdit
 from kvassay.layout.model import Rope
 
 
@@ -42,6 +41,16 @@ class Encoded:
             self._values = self.value.decode()
         return self._values
 
+    def packed_left(self) -> Encoded:
+        """The same with each head's tokens at the front, as the ledger registers them; padding last."""
+        alive = self.positions >= 0
+        if bool(alive.all()):
+            return self
+        order = torch.sort((~alive).to(torch.int8), dim=1, stable=True).indices[:, : int(alive.sum(1).max())]
+        rows = torch.arange(order.shape[0])[:, None]
+        positions = torch.gather(self.positions, 1, order)
+        return Encoded(positions, self.key, self.value, self.rope, self.keys()[rows, order], self.values()[rows, order])
+
     @property
     def size(self) -> Size:
         """Both sides, as held."""
@@ -54,21 +63,15 @@ def quantized(edit: Quantize, k: Tensor, v: Tensor, positions: Tensor) -> Encode
     `edit`'s widths are already cut to these n tokens.
     """
     present = positions >= 0
-    if edit.number == "fp8_e4m3":
-        if (edit.key_bits, edit.value_bits) != (8, 8):
-            raise IllegalEdit(f"fp8_e4m3 has 8 bits, not key {edit.key_bits} and value {edit.value_bits}")
-        return Encoded(positions, Float8.encode(k), Float8.encode(v))
     return Encoded(
         positions,
-        _key_side(edit, k, present),
-        _token_side(v, edit.value_bits, present, edit.group),
+        _side(k, edit.key_bits, edit.key_axis, present, _encoder(edit, edit.key_axis)),
+        _side(v, edit.value_bits, "token", present, _encoder(edit, "token")),
     )
 
 
 def low_rank(edit: LowRank, k: Tensor, v: Tensor, positions: Tensor, rope: Rope | None) -> Encoded:
     """Encode k, v [kv_heads, n, dim] as coefficients; all heads must hold the same tokens."""
-    if not bool((positions >= 0).all()):
-        raise IllegalEdit("low rank needs the same tokens in every KV head of a head group")
     before = edit.domain == "pre_rope" and edit.key_encode is not None
     keys = unrotate(k, positions, rope) if before else k
     return Encoded(
@@ -90,20 +93,21 @@ def _project(
     return Coefficients.encode(x, head_groups, encode, decode)
 
 
-def _key_side(edit: Quantize, k: Tensor, present: Tensor) -> Code:
-    if edit.key_axis == "token":
-        return _token_side(k, edit.key_bits, present, edit.group)
-    if isinstance(edit.key_bits, int) and bool(present.all()):
-        return Raw(k) if edit.key_bits == 16 else ChannelGroups.encode(k, edit.key_bits, edit.group)
-    bits = _as_tensor(edit.key_bits, (k.shape[0], k.shape[2]))
-    return Mixed.encode(k, bits, 1, present)
+def _encoder(edit: Quantize, axis: Axis) -> Encoder:
+    def encode(x: Tensor, bits: int) -> Code:
+        if edit.number == "fp8_e4m3":
+            return Float8.encode(x)
+        if bits == 16:
+            return Raw(x)
+        return (ChannelGroups if axis == "channel" else TokenGroups).encode(x, bits, edit.group)
+
+    return encode
 
 
-def _token_side(x: Tensor, bits: int | Tensor, present: Tensor, group: int | None) -> Code:
-    if isinstance(bits, int) and bool(present.all()):
-        return Raw(x) if bits == 16 else TokenGroups.encode(x, bits, group)
-    return Mixed.encode(x, _as_tensor(bits, (x.shape[0], x.shape[1])), 0, present)
-
-
-def _as_tensor(bits: int | Tensor, shape: tuple[int, int]) -> Tensor:
-    return torch.full(shape, bits) if isinstance(bits, int) else bits
+def _side(x: Tensor, bits: int | Tensor, axis: Axis, present: Tensor, encode: Encoder) -> Code:
+    """One width and no holes in one piece, anything else head by head."""
+    if isinstance(bits, Tensor):
+        return Mixed.encode(x, bits, axis, present, encode)
+    if bool(present.all()):
+        return encode(x, bits)
+    return Mixed.encode(x, torch.full((x.shape[0], x.shape[1 if axis == "token" else 2]), bits), axis, present, encode)

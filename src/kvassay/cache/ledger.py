@@ -114,6 +114,13 @@ class Ledger(Views):
         self._commit(s, 1)
         return ops
 
+    def check_reuse(self, seq: int, victims: Mapping[int, Victim]) -> None:
+        """Raise `IllegalEdit` if `reuse_slot` would refuse these victims."""
+        s = self._sequence(seq)
+        self._refuse_unsettled(seq, s, "slot reuse")
+        for group, victim in victims.items():
+            self._victim_slots(s, self._full_table(s, group), victim)
+
     def compact(self, seq: int, group: int) -> list[Op]:
         """Move live slots to the front, padded to the widest (layer, head), and free the tail blocks.
 
@@ -191,11 +198,12 @@ class Ledger(Views):
         `IllegalEdit` if a slot was given to another token, compacted away, or its block let go.
         """
         s = self._edit(seq)
-        if segment not in s.segments:
-            raise IllegalEdit(f"sequence {seq} does not own segment {segment}: it owns {sorted(s.segments)}")
+        if segment not in s.segment_ids:
+            raise IllegalEdit(f"sequence {seq} does not own segment {segment}: it owns {sorted(s.segment_ids)}")
         layer = self._segments.get(segment).layer
         s, table = self._editable(seq, layer, allow_window)
-        heads, columns = np.nonzero(s.segments[segment])
+        mask = s.masks(layer)[segment]
+        heads, columns = np.nonzero(mask)
         positions = self._segments.get(segment).positions[heads, columns]
         entries = s.entries(table, layer)
         slots = find(entries, heads, positions, dead=True)
@@ -206,7 +214,7 @@ class Ledger(Views):
         ops = self._own_blocks(s, table, slots)
         entries[heads, slots] = positions
         table.maps[layer] = LayerMap(entries)
-        self._keep_in_segment(s, segment, np.zeros_like(s.segments[segment]))
+        self._keep_in_segment(s, segment, np.zeros_like(mask))
         return ops
 
     def check(self) -> None:
@@ -242,7 +250,7 @@ class Ledger(Views):
         for segment in map(int, np.unique(segments[inside])):
             mine = segments == segment
             gone = _member(self._segments.get(segment).positions, heads[mine], positions[mine])
-            self._keep_in_segment(s, segment, s.segments[segment] & ~gone)
+            self._keep_in_segment(s, segment, s.masks(layer)[segment] & ~gone)
 
     def _locate(self, s: SequenceState, table: Table, layer: int, heads: Index, positions: Index) -> tuple[Ints, Ints]:
         """Logical slot and segment id (-1: in the slot itself) of every live, committed (head, position)."""
@@ -254,9 +262,10 @@ class Ledger(Views):
             )
         slots = find(s.entries(table, layer), heads, positions)
         segments = np.full(len(heads), -1, dtype=np.int32)
-        for segment in self._segments.of(s.segments, (layer,)):
+        # What a slot holds no segment holds, so a step that only touches new tokens looks into none.
+        for segment, mask in self._encoded(s, layer) if (slots < 0).any() else ():
             at = np.full((len(segment.positions), s.committed), -1, dtype=np.int32)
-            rows, columns = np.nonzero(s.segments[segment.id])
+            rows, columns = np.nonzero(mask)
             at[rows, segment.positions[rows, columns]] = columns
             column = at[heads, positions]
             here = column >= 0
@@ -332,8 +341,8 @@ class Ledger(Views):
         live = s.live(table, layer)
         held = ((live.positions >= 0) & (live.positions < s.committed)).sum(axis=1)
         low = s.first_visible(table)
-        for segment in self._segments.of(s.segments, (layer,)):
-            held = held + (s.segments[segment.id] & (segment.positions >= low)).sum(axis=1)
+        for segment, mask in self._encoded(s, layer):
+            held = held + (mask & (segment.positions >= low)).sum(axis=1)
         empty = np.flatnonzero(leaving >= np.maximum(held, 1))
         if empty.size:
             head = empty[0]

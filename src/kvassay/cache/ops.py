@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvassay.errors import CacheError
+from kvassay.layout.groups import plan_groups
+from kvassay.layout.model import Layout
 
 Ints = NDArray[np.int32]
 Bools = NDArray[np.bool_]
@@ -44,6 +46,20 @@ class GroupSpec:
     def heads(self, layer: int) -> int:
         """KV heads of one of the group's layers."""
         return self.kv_heads[self.layers.index(layer)]
+
+
+def group_specs(layout: Layout, block_size: int) -> list[GroupSpec]:
+    """The ledger's groups of a layout, as vLLM plans them."""
+    return [
+        GroupSpec(
+            group.index,
+            group.layers,
+            tuple(layout.layers[layer].kv.kv_heads for layer in group.layers),
+            group.block_size,
+            group.window,
+        )
+        for group in plan_groups(layout, block_size)
+    ]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ copied is copied at once, so that block tables and bytes never disagree.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -18,10 +18,13 @@ from kvassay.cache.data import LayerData, Run, Stored
 from kvassay.cache.edits import Decision
 from kvassay.cache.encoded import Encoded
 from kvassay.cache.ledger import Ledger
-from kvassay.cache.ops import GroupSpec, Op, Reclaimed
+from kvassay.cache.ops import GroupSpec, Ints, Op, Reclaimed
 from kvassay.cache.store import KVStore
-from kvassay.errors import CacheError
+from kvassay.errors import CacheError, IllegalEdit, LedgerCorrupt
 from kvassay.layout.model import Layout
+
+SHORT = 256
+"""Tokens below which copying a segment costs less than a matrix product of its own."""
 
 
 class PagedCache:
@@ -33,17 +36,17 @@ class PagedCache:
         groups: Sequence[GroupSpec],
         num_blocks: int,
         *,
-        device: str = "cpu",
         poison: bool = False,
     ) -> None:
         """`poison` fills unwritten memory with NaN, so that a test sees every read of a wrong slot."""
         self.layout = layout
         self.ledger = Ledger(groups, num_blocks)
-        self.store = KVStore(layout, groups, num_blocks, device=device, poison=poison)
+        self.store = KVStore(layout, groups, num_blocks, poison=poison)
         self.encoded: dict[int, Encoded] = {}
         self.moved_elements = 0
         """Elements copied by copy-on-write and compaction so far."""
-        self._bias: dict[tuple[int, int], Tensor] = {}
+        self._bias: dict[tuple[int, int, bool], Tensor] = {}
+        """By sequence, layer, and whether it is added before the layer's soft-cap: float [kv_heads, length]."""
         self._group_of = {layer: group for group in groups for layer in group.layers}
 
     # -- life of a sequence ----------------------------------------------------------------------------
@@ -56,16 +59,16 @@ class PagedCache:
     def fork(self, seq: int) -> int:
         """A second sequence with the same content, by reference counts alone."""
         child = self.ledger.fork(seq)
-        for layer in self._group_of:
-            if (seq, layer) in self._bias:
-                self._bias[child, layer] = self._bias[seq, layer]
+        for (owner, layer, inner), bias in list(self._bias.items()):
+            if owner == seq:
+                self._bias[child, layer, inner] = bias
         return child
 
     def free(self, seq: int) -> None:
         """End a sequence and everything only it owned."""
         self.ledger.free(seq)
-        for layer in self._group_of:
-            self._bias.pop((seq, layer), None)
+        for key in [key for key in self._bias if key[0] == seq]:
+            del self._bias[key]
         self._drop_dead_segments()
 
     def extend(self, seq: int, token_ids: Sequence[int], *, committed: bool = True, reuse: int | None = None) -> None:
@@ -78,8 +81,7 @@ class PagedCache:
             return
         if len(token_ids) != 1:
             raise CacheError(f"slot reuse takes 1 token at a time, not {len(token_ids)}")
-        victims = {group.index: reuse for group in self.ledger.groups if group.window is None}
-        self.run(self.ledger.reuse_slot(seq, victims, token_ids[0]))
+        self.run(self.ledger.reuse_slot(seq, self._victims(reuse), token_ids[0]))
 
     def write(self, layer: int, seqs: Sequence[int], k: Tensor, v: Tensor) -> None:
         """Write the newest tokens' k, v [sequences, kv_heads, tokens, dim] of one layer."""
@@ -101,57 +103,60 @@ class PagedCache:
     def stored(self, seq: int, layer: int, queries: int = 1) -> Stored:
         """The same as it lies: encoded segments, then raw slots."""
         view = self.ledger.slots(seq, layer, queries)
-        segments = self.ledger.segments(seq, layer)
-        complete = bool((view.counts == view.positions.shape[1]).all())
-        runs = [self.store.run_of(layer, view)]
-        positions, slots = _long(view.positions), _long(view.logical)
+        segments = self.ledger.segments(seq, layer, queries)
+        runs = [*_runs([self.encoded[s.id] for s in segments]), self.store.run_of(layer, view)]
+        positions = _side_by_side([*(np.where(s.alive, s.positions, -1) for s in segments), view.positions])
+        slots = _side_by_side([*(np.where(s.alive, s.slots, -1) for s in segments), view.logical])
+        complete = bool((view.counts == view.positions.shape[1]).all() and all(s.alive.all() for s in segments))
         encoded = None
         if segments:
-            encodings = [self.encoded[segment.id] for segment in segments]
-            masks = [torch.tensor(segment.alive) for segment in segments]
-            at = [_long(s.positions).masked_fill(~alive, -1) for s, alive in zip(segments, masks, strict=True)]
-            was = [_long(s.slots).masked_fill(~alive, -1) for s, alive in zip(segments, masks, strict=True)]
-            encoded = torch.cat([*masks, torch.zeros_like(positions, dtype=torch.bool)], 1)
-            runs = [Run(e.keys, e.values, e.positions.shape[1]) for e in encodings] + runs
-            positions, slots = torch.cat([*at, positions], 1), torch.cat([*was, slots], 1)
-            complete = complete and all(bool(alive.all()) for alive in masks)
-        bias = self._bias.get((seq, layer))
-        if bias is not None:
-            bias = _at_positions(bias, positions)
-        return Stored(tuple(runs), positions, slots, bias, encoded, complete)
+            raw = np.zeros(view.positions.shape, dtype=np.bool_)
+            encoded = torch.from_numpy(np.concatenate([*(s.alive for s in segments), raw], 1))
+        outer, inner = (
+            None if bias is None else _at_positions(bias, positions)
+            for bias in (self._bias.get((seq, layer, inner)) for inner in (False, True))
+        )
+        return Stored(tuple(runs), positions, slots, outer, encoded, complete, inner)
 
     def is_plain(self, seq: int, layer: int) -> bool:
         """Whether the layer lies in slots alone: no encoded segment, no bias."""
-        return (seq, layer) not in self._bias and not self.ledger.segments(seq, layer)
+        return not self._biases(seq, layer) and not self.ledger.segments(seq, layer)
 
     # -- edits -----------------------------------------------------------------------------------------
 
     def apply(self, seq: int, decision: Decision, *, allow_window: bool = False) -> Reclaimed:
         """Carry out a decision's edits and let go of whole dead blocks; `IllegalEdit` if a law forbids it.
 
-        Nothing is changed in a layer whose edits are refused. Slot reuse is for the next `extend`.
+        Every layer's edits are validated before any is carried out, so that a refused decision changes nothing.
+        Two things are only known afterwards: whether the pool has the blocks a compaction needs, and whether the
+        slot to reuse (which the next `extend` takes) is dead; either error leaves the edits done.
         """
-        for layer, edits in decision.edits.items():
+        for layer in decision.edits:
             if layer not in self._group_of:
                 raise CacheError(f"a decision edits layer {layer}, which holds no cache of its own")
-            apply_edits(self, seq, layer, edits, allow_window=allow_window)
+        self._check_moves(seq, decision)
+        apply_edits(self, seq, decision.edits, allow_window=allow_window)
         if decision.compact:
             for group in self.ledger.groups:
                 if group.window is None:
                     self.run(self.ledger.compact(seq, group.index))
         self._drop_dead_segments()
-        return self.ledger.reclaim(seq)
+        reclaimed = self.ledger.reclaim(seq)
+        if decision.reuse is not None:
+            self.ledger.check_reuse(seq, self._victims(decision.reuse))
+        return reclaimed
 
-    def set_bias(self, seq: int, layer: int, positions: Tensor, log_weight: Tensor) -> None:
+    def set_bias(self, seq: int, layer: int, positions: Tensor, log_weight: Tensor, before_softcap: bool) -> None:
         """Add log weights [kv_heads, n] to the logits of positions [kv_heads, n] (-1 ignored)."""
-        old = self._bias.get((seq, layer))
+        inner = before_softcap and self.layout.layers[layer].softcap is not None
+        old = self._bias.get((seq, layer, inner))
         size = self.ledger.length(seq)
         bias = torch.zeros(positions.shape[0], size)
         if old is not None:
             bias[:, : old.shape[1]] = old
         known = positions >= 0
         bias.scatter_add_(1, positions.clamp(min=0), log_weight.float().masked_fill(~known, 0))
-        self._bias[seq, layer] = bias
+        self._bias[seq, layer, inner] = bias
 
     def keep_encoded(self, segment: int, run: Encoded) -> None:
         """Hold the tensors of a segment the ledger has just registered."""
@@ -159,37 +164,55 @@ class PagedCache:
 
     def bias_elements(self, seq: int, layer: int) -> int:
         """Elements of per-slot bias a layer carries: one per live token and head, float32."""
-        if (seq, layer) not in self._bias:
-            return 0
-        return sum(len(p) for p in self.ledger.live(seq, layer))
+        return self._biases(seq, layer) * sum(len(p) for p in self.ledger.live(seq, layer))
 
     def check(self) -> None:
         """The ledger's laws, and that every segment's tensors are held exactly once."""
         self.ledger.check()
-        owned = {
-            s.id
-            for seq, layer in itertools.product(self.ledger.sequences(), self._group_of)
-            for s in self.ledger.segments(seq, layer)
-        }
-        if not owned <= set(self.encoded):
-            raise CacheError(f"segments {sorted(owned - set(self.encoded))} have no tensors")
+        unlike = self.ledger.segment_ids() ^ set(self.encoded)
+        if unlike:
+            raise LedgerCorrupt(f"segments {sorted(unlike)} have tensors or an owner, but not both")
 
-    def _newest(self, seq: int, layer: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Block ids and offsets [tokens] of the last appended tokens of a layer."""
+    def _check_moves(self, seq: int, decision: Decision) -> None:
+        moves = decision.compact, decision.reuse is not None
+        if all(moves):
+            raise IllegalEdit("a decision compacts or reuses a slot, not both: compaction leaves no dead slot")
+        if any(moves) and self.ledger.uncommitted(seq):
+            raise IllegalEdit(
+                f"sequence {seq} has {self.ledger.uncommitted(seq)} uncommitted tokens: "
+                "neither compaction nor slot reuse before they settle"
+            )
+
+    def _biases(self, seq: int, layer: int) -> int:
+        return sum((seq, layer, inner) in self._bias for inner in (False, True))
+
+    def _victims(self, position: int) -> dict[int, int]:
+        return {group.index: position for group in self.ledger.groups if group.window is None}
+
+    def _newest(self, seq: int, layer: int, tokens: int) -> tuple[Ints, Ints]:
+        """Block ids and offsets [kv_heads, tokens] of the last appended tokens; after slot reuse heads may differ."""
         view = self.ledger.slots(seq, layer, tokens)
-        if view.uniform:
-            return view.block_ids[0, -tokens:], view.offsets[0, -tokens:]
-        last = int(view.counts[0])
-        return view.block_ids[0, last - tokens : last], view.offsets[0, last - tokens : last]
+        columns = view.counts[:, None] - tokens + np.arange(tokens)
+        return np.take_along_axis(view.block_ids, columns, 1), np.take_along_axis(view.offsets, columns, 1)
 
     def _drop_dead_segments(self) -> None:
+        if len(self.encoded) == self.ledger.segment_count():
+            return
         alive = self.ledger.segment_ids()
         for segment in [s for s in self.encoded if s not in alive]:
             del self.encoded[segment]
 
 
-def _long(array: np.ndarray) -> Tensor:
-    return torch.from_numpy(array.astype(np.int64))
+def _side_by_side(arrays: Sequence[Ints]) -> Tensor:
+    """Arrays [kv_heads, n] next to each other, int64."""
+    return torch.from_numpy(np.concatenate(arrays, 1, dtype=np.int64))
+
+
+def _runs(encodings: Sequence[Encoded]) -> Iterator[Run]:
+    """Encoded segments as runs; short neighbours, such as the tokens of single steps, are read as one."""
+    for short, group in itertools.groupby(encodings, key=lambda one: one.positions.shape[1] < SHORT):
+        runs = [Run(one.keys, one.values, one.positions.shape[1]) for one in group]
+        yield from [Run.joined(runs)] if short else runs
 
 
 def _at_positions(bias: Tensor, positions: Tensor) -> Tensor:

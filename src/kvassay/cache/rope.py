@@ -1,7 +1,8 @@
 """Rotary embedding of cached keys, forward and back, at their true positions.
 
-Half-split form, as `apply_rotary_pos_emb` of the Llama and Gemma files in transformers: the first `dims`
-elements rotate, element i with element i + dims/2.
+As `apply_rotary_pos_emb` in transformers: the first `dims` elements rotate in pairs, element i with element
+i + dims/2 (Llama, Gemma) or with its neighbour (`interleaved`: GLM, Cohere). Angles are float32 products, as
+engines compute them, so that taking a rotation back takes back exactly what they turned.
 """
 
 from __future__ import annotations
@@ -30,16 +31,18 @@ def unrotate(x: Tensor, positions: Tensor, rope: Rope | None) -> Tensor:
 def _turn(x: Tensor, positions: Tensor, rope: Rope | None, sign: float) -> Tensor:
     if rope is None:
         return x
-    angle = positions.to(torch.float64)[..., None] * inverse_frequencies(rope)
+    angle = positions.float()[..., None] * inverse_frequencies(rope)
     cos, sin = angle.cos().to(x.dtype), (sign * angle.sin()).to(x.dtype)
-    half = rope.dims // 2
-    a, b, rest = x[..., :half], x[..., half : rope.dims], x[..., rope.dims :]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+    turning, rest = x[..., : rope.dims], x[..., rope.dims :]
+    a, b = (turning[..., 0::2], turning[..., 1::2]) if rope.interleaved else turning.chunk(2, -1)
+    pairs = a * cos - b * sin, b * cos + a * sin
+    turned = torch.stack(pairs, -1).flatten(-2) if rope.interleaved else torch.cat(pairs, -1)
+    return torch.cat([turned, rest], -1)
 
 
 def inverse_frequencies(rope: Rope) -> Tensor:
-    """float64 [dims / 2] angle per position; `LayoutError` for a scaling that is not known here."""
-    base = rope.theta ** (-torch.arange(0, rope.dims, 2, dtype=torch.float64) / rope.dims)
+    """float32 [dims / 2] angle per position; `LayoutError` for a scaling that is not known here."""
+    base = 1.0 / rope.theta ** (torch.arange(0, rope.dims, 2).float() / rope.dims)
     params = dict(rope.params)
     if rope.kind == "default":
         return base

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvassay.cache.ops import Ints
@@ -50,9 +50,8 @@ class Segments:
         """Every live segment, oldest first."""
         return tuple(self._by_id.values())
 
-    def of(self, ids: Iterable[int], layers: Collection[int]) -> list[Segment]:
-        """Those of `ids` that belong to one of `layers`."""
-        return [segment for segment in map(self.get, ids) if segment.layer in layers]
+    def __len__(self) -> int:
+        return len(self._by_id)
 
     def acquire(self, ids: Iterable[int]) -> None:
         """Add an owner to each."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvassay.cache.address import LayerMap, Live, live_slots, materialise
-from kvassay.cache.ops import Bools, GroupSpec, Ints, SlotView
+from kvassay.cache.ops import Bools, GroupSpec, Ints, SegmentView, SlotView
 from kvassay.cache.pool import NULL_BLOCK
 
 
@@ -55,15 +55,25 @@ class SequenceState:
     """Prefix hashes of the committed full blocks, by block size."""
     dense: bool = True
     """Whether its K/V still follow from its tokens alone; only then are its blocks hashed."""
-    segments: dict[int, Bools] = field(default_factory=dict)
-    """Encoded segments by id, with this sequence's mask of what it still reads."""
-    views: dict[tuple[int, int, int], SlotView] = field(default_factory=dict)
-    """Cache of slot views, emptied by every change."""
+    segments: dict[int, dict[int, Bools]] = field(default_factory=dict)
+    """By layer, encoded segments by id, oldest first, with this sequence's mask of what it still reads."""
+    slot_views: dict[tuple[int, int, int], SlotView] = field(default_factory=dict)
+    segment_views: dict[tuple[int, int], tuple[SegmentView, ...]] = field(default_factory=dict)
+    """Caches of views, emptied by every change."""
 
     @property
     def uncommitted(self) -> int:
         """Speculative tokens at the end."""
         return len(self.tokens) - self.committed
+
+    @property
+    def segment_ids(self) -> list[int]:
+        """Ids of all segments that this sequence owns."""
+        return [segment for masks in self.segments.values() for segment in masks]
+
+    def masks(self, layer: int) -> dict[int, Bools]:
+        """One layer's segments by id, each with the mask of what this sequence still reads of it."""
+        return self.segments.get(layer, {})
 
     def shift(self, table: Table) -> int:
         """Position minus slot for the slots after every mapped one."""

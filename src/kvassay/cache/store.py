@@ -20,7 +20,7 @@ from kvassay.layout.model import Layout
 
 
 class KVStore:
-    """Physical K/V of `num_blocks` blocks, float32 on the CPU by default."""
+    """Physical K/V of `num_blocks` blocks, on the CPU."""
 
     def __init__(
         self,
@@ -29,9 +29,9 @@ class KVStore:
         num_blocks: int,
         *,
         dtype: torch.dtype = torch.float32,
-        device: str = "cpu",
         poison: bool = False,
     ) -> None:
+        """`poison` fills unwritten memory with NaN."""
         self.groups = tuple(groups)
         self._k: dict[int, Tensor] = {}
         self._v: dict[int, Tensor] = {}
@@ -44,7 +44,7 @@ class KVStore:
             # Whole rows of every head dimension, so that any side of a block can be read as rows.
             step = math.lcm(*(dim for kv in kvs for dim in (kv.k_dim, kv.v_dim)))
             width = -(-width // step) * step
-            buffer = torch.empty(num_blocks, width, dtype=dtype, device=device)
+            buffer = torch.empty(num_blocks, width, dtype=dtype)
             if poison:
                 buffer.fill_(float("nan"))
             for group, layer in users:
@@ -64,10 +64,11 @@ class KVStore:
         return self._v[layer]
 
     def write(self, layer: int, block_ids: Ints, offsets: Ints, k: Tensor, v: Tensor) -> None:
-        """Write k, v [lanes, kv_heads, tokens, dim] at block_ids, offsets [lanes, tokens], every head alike."""
+        """Write k, v [lanes, kv_heads, tokens, dim] at block_ids, offsets [lanes, kv_heads, tokens]."""
+        head = torch.arange(k.shape[1])[:, None]
         b, o = torch.from_numpy(block_ids.astype(np.int64)), torch.from_numpy(offsets.astype(np.int64))
-        self._k[layer][b, :, o] = k.permute(0, 2, 1, 3).to(self._k[layer].dtype)
-        self._v[layer][b, :, o] = v.permute(0, 2, 1, 3).to(self._v[layer].dtype)
+        for side, new in ((self._k[layer], k), (self._v[layer], v)):
+            side[b, head, o] = new.to(side.dtype)
 
     def write_at(
         self, layer: int, head: int, block_ids: Ints, offsets: Ints, k: Tensor | None, v: Tensor | None

@@ -143,16 +143,17 @@ class Tables:
         tables = [table.fork() for table in s.tables]
         for table in tables:
             self.pool.acquire(table.held())
-        self._segments.acquire(s.segments)
+        self._segments.acquire(s.segment_ids)
         chains = {block_size: list(chain) for block_size, chain in s.chains.items()}
-        return self._add(SequenceState(list(s.tokens), s.committed, tables, s.salt, chains, s.dense, dict(s.segments)))
+        segments = {layer: dict(masks) for layer, masks in s.segments.items()}
+        return self._add(SequenceState(list(s.tokens), s.committed, tables, s.salt, chains, s.dense, segments))
 
     def free(self, seq: int) -> None:
         """End a sequence; its hashed blocks stay findable until they are reused."""
         s = self._edit(seq)
         for table in s.tables:
             self.pool.release(table.held())
-        self._segments.release(s.segments)
+        self._segments.release(s.segment_ids)
         del self._sequences[seq]
 
     def diverge(self, seq: int) -> None:
@@ -194,16 +195,18 @@ class Tables:
             table.expired = last
         self.pool.release(ref.id for ref in leaving)
         low = s.window_low(table, s.committed)
-        for segment in self._segments.of(s.segments, table.group.layers) if low else ():
-            self._keep_in_segment(s, segment.id, s.segments[segment.id] & (segment.positions >= low))
+        for layer in table.group.layers if low else ():
+            for segment, mask in list(s.masks(layer).items()):
+                self._keep_in_segment(s, segment, mask & (self._segments.get(segment).positions >= low))
 
     def _keep_in_segment(self, s: SequenceState, segment: int, alive: Bools) -> None:
         """Narrow a sequence's mask of a segment; with nothing left to read the sequence lets go of it."""
+        masks = s.segments.setdefault(self._segments.get(segment).layer, {})
         if alive.any():
             alive.setflags(write=False)
-            s.segments[segment] = alive
+            masks[segment] = alive
         else:
-            del s.segments[segment]
+            del masks[segment]
             self._segments.release([segment])
 
     def _make_writable(self, table: Table, ordinal: int) -> list[Op]:
@@ -262,7 +265,8 @@ class Tables:
     def _edit(self, seq: int) -> SequenceState:
         """The sequence, its cached views dropped: for every call that may change it."""
         s = self._sequence(seq)
-        s.views.clear()
+        s.slot_views.clear()
+        s.segment_views.clear()
         return s
 
     def _table(self, s: SequenceState, group: int) -> Table:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvassay.cache.ops import Ints, SegmentView, SlotView
+from kvassay.cache.ops import Bools, Ints, SegmentView, SlotView
+from kvassay.cache.segments import Segment
 from kvassay.cache.sequence import SequenceState, Table
 from kvassay.cache.tables import Tables
 from kvassay.errors import CacheError
@@ -25,25 +26,28 @@ class Views(Tables):
         # Layers of a group that nothing changed read the same slots: one view per head count serves all.
         who = layer if layer in table.maps else -table.group.heads(layer)
         key = (table.group.index, who, queries)
-        if key not in s.views:
-            s.views[key] = self._slot_view(s, table, layer, queries)
-        return s.views[key]
+        if key not in s.slot_views:
+            s.slot_views[key] = self._slot_view(s, table, layer, queries)
+        return s.slot_views[key]
 
     def segments(self, seq: int, layer: int, queries: int = 1) -> tuple[SegmentView, ...]:
         """The layer's encoded segments that the last `queries` tokens read from, oldest first."""
         s = self._sequence(seq)
-        low = s.first_visible(self._layer_table(s, layer), queries)
-        return tuple(
-            SegmentView(
-                id=segment.id,
-                kind=segment.kind,
-                nbytes=segment.nbytes,
-                positions=segment.positions,
-                slots=segment.slots,
-                alive=s.segments[segment.id] & (segment.positions >= low),
+        table = self._layer_table(s, layer)
+        if (layer, queries) not in s.segment_views:
+            low = s.first_visible(table, queries)
+            s.segment_views[layer, queries] = tuple(
+                SegmentView(
+                    id=segment.id,
+                    kind=segment.kind,
+                    nbytes=segment.nbytes,
+                    positions=segment.positions,
+                    slots=segment.slots,
+                    alive=mask & (segment.positions >= low) if low else mask,
+                )
+                for segment, mask in self._encoded(s, layer)
             )
-            for segment in self._segments.of(s.segments, (layer,))
-        )
+        return s.segment_views[layer, queries]
 
     def live(self, seq: int, layer: int, queries: int = 1) -> tuple[Ints, ...]:
         """Per head, the sorted positions that can be read, in slots or in segments."""
@@ -60,9 +64,17 @@ class Views(Tables):
         """Bytes of all encoded segments, shared ones once."""
         return sum(segment.nbytes for segment in self._segments.all())
 
+    def segment_count(self) -> int:
+        """Number of live encoded segments."""
+        return len(self._segments)
+
     def segment_ids(self) -> frozenset[int]:
         """Ids of all live encoded segments."""
         return frozenset(segment.id for segment in self._segments.all())
+
+    def _encoded(self, s: SequenceState, layer: int) -> list[tuple[Segment, Bools]]:
+        """One layer's segments, oldest first, with the mask of what the sequence still reads of each."""
+        return [(self._segments.get(segment), mask) for segment, mask in s.masks(layer).items()]
 
     def _slot_view(self, s: SequenceState, table: Table, layer: int, queries: int) -> SlotView:
         live = s.live(table, layer, queries)

@@ -24,6 +24,7 @@ VERBS = {
     "models": ("kvassay.cli.models:models", "Fetch and list the embedded models."),
     "inspect": ("kvassay.cli.inspect:inspect", "Show a model's cache: layers, groups, bytes by context."),
     "record": ("kvassay.cli.record:record", "Record one context of a workload into a trace."),
+    "fidelity": ("kvassay.cli.fidelity:fidelity", "Screen policies on a trace's own queries, without a model."),
     "trace": ("kvassay.cli.trace:trace", "Show, verify, reblock and reproduce traces."),
 }
 """Verb: where its command is, and the line `--help` shows, so that help imports nothing else."""

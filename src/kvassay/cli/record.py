@@ -12,6 +12,15 @@ from kvassay.cli.params import TokenCount
 from kvassay.errors import RecordError
 
 
+TAPS = {
+    "output": "attention output",
+    "lse": "row log-sum-exp",
+    "hidden": "residual stream entering a layer",
+    "layer_input": "what q, k and v read",
+    "bucket": "scores inside a query's own bucket",
+}
+
+
 def _parameters(ctx: click.Context, param: click.Parameter, pairs: tuple[str, ...]) -> dict[str, Any]:
     """`keys=8` -> {"keys": 8}; values are JSON where they can be, else text."""
     found: dict[str, Any] = {}
@@ -35,11 +44,39 @@ def _parameters(ctx: click.Context, param: click.Parameter, pairs: tuple[str, ..
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the trace folders.")
 @click.option("--param", "params", multiple=True, callback=_parameters, help="KEY=VALUE of the workload; repeatable.")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
-@click.option("--prefill-chunk", type=click.IntRange(1), default=512, show_default=True, help="Tokens per pass.")
-@click.option("--q-tail", type=click.IntRange(0), default=64, show_default=True, help="Context queries to keep.")
-@click.option("--dtype", default="float32", show_default=True, help="Of stored rows: float32 or float16.")
-@click.option("--tap", "taps", multiple=True, help="output, lse, hidden or layer_input; repeatable.")
-@click.option("--logits", default="topk", show_default=True, help="none, topk or full.")
+@click.option(
+    "--prefill-chunk", type=click.IntRange(1), default=512, show_default=True, help="Tokens per forward pass."
+)
+@click.option(
+    "--q-tail",
+    type=click.IntRange(0),
+    default=64,
+    show_default=True,
+    help="Queries kept of the last so many context tokens: what snapkv and the like may look at. Questions keep all.",
+)
+@click.option(
+    "--dtype",
+    default="float32",
+    show_default=True,
+    help="Of stored rows: float32, or float16 (half the size; the trace is then its own reference).",
+)
+@click.option(
+    "--tap",
+    "taps",
+    multiple=True,
+    help=f"Extra evidence: {'; '.join(f'{k} ({v})' for k, v in TAPS.items())}. Repeatable.",
+)
+@click.option(
+    "--tap-layer", "tap_layers", multiple=True, type=click.IntRange(0), help="Only of this layer; repeatable."
+)
+@click.option("--bucket", type=click.IntRange(1), default=32, show_default=True, help="Positions per bucket.")
+@click.option(
+    "--logits",
+    default="topk",
+    show_default=True,
+    help="Of the questions and answers: full rows, topk, or none (greedy ids and margins stay).",
+)
+@click.option("--logits-k", type=click.IntRange(2), default=64, show_default=True, help="How many for topk.")
 @click.option("--beyond-native", is_flag=True, help="Allow more tokens than the model's native context.")
 @click.option("--overwrite", is_flag=True, help="Replace traces that are there.")
 def record(
@@ -53,6 +90,7 @@ def record(
     device: str,
     overwrite: bool,
     beyond_native: bool,
+    tap_layers: tuple[int, ...],
     **recording: Any,
 ) -> None:
     """Record COUNT contexts of a workload, with their questions, under MODEL.
@@ -68,7 +106,7 @@ def record(
     from kvassay.workload.registry import build, get
 
     get(workload)  # refuse a wrong name before the model is loaded
-    options = RecordOptions(allow_beyond_native=beyond_native, **recording)
+    options = RecordOptions(allow_beyond_native=beyond_native, tap_layers=tap_layers or None, **recording)
     folders = [out / f"{workload}-{context}-s{seed}-{index:03d}" for index in range(count)]
     if not overwrite and (there := [folder for folder in folders if folder.exists()]):
         raise RecordError(f"{there[0]}: exists already; pass --overwrite or another --out")

@@ -14,7 +14,8 @@ from numba import njit, prange
 from torch import Tensor
 
 
-@njit(parallel=True, fastmath=True, cache=True)
+# Sums may be reordered, but infinities must stay: a head without a sink has a sink logit of minus infinity.
+@njit(parallel=True, fastmath={"reassoc", "contract", "arcp", "nsz"}, cache=True)
 def _paged_decode(q, k, v, slots, count, scale, softcap, sinks, out):  # type: ignore[no-untyped-def] # pragma: no cover
     lanes, kv_heads, group, k_dim = q.shape
     v_dim = v.shape[-1]

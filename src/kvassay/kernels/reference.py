@@ -6,6 +6,8 @@ nothing is repeated. Visibility is by true position, never by index: evicted tok
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
@@ -55,12 +57,11 @@ def attend(
     widths = [run.tokens for run in data.runs]
     rows = weights.view(data.positions.shape[0], -1, weights.shape[-1]).split(widths, dim=-1)
     alive = data.alive.split(widths, dim=1)
-    out = sum(
+    parts = [
         torch.matmul(w, _clean(run.v, a, data.complete).to(q.dtype))
         for w, run, a in zip(rows, data.runs, alive, strict=True)
-    )
-    assert isinstance(out, Tensor)
-    return out.view(q.shape[0], q.shape[1], -1)
+    ]
+    return reduce(torch.add, parts).view(q.shape[0], q.shape[1], -1)
 
 
 def attention_weights(
@@ -72,23 +73,29 @@ def attention_weights(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention probabilities [q_heads, queries, tokens]; with sinks a row sums to less than 1."""
+    """Attention probabilities [q_heads, queries, tokens].
+
+    A row sums to 1, with sinks to less; a query that sees nothing has a row of zeros.
+    """
     kv_heads, tokens = data.positions.shape
     q_heads, queries = q.shape[0], q.shape[1]
     rows = q.reshape(kv_heads, -1, q.shape[-1])
     parts = [torch.matmul(rows, run.k.to(q.dtype).transpose(1, 2)) for run in data.runs]
     logits = torch.cat(parts, dim=-1) * scale
+    if data.inner_bias is not None:
+        logits = logits + data.inner_bias.to(q.dtype)[:, None]
     if softcap:
         logits = torch.tanh(logits / softcap) * softcap
     if data.bias is not None:
         logits = logits + data.bias.to(q.dtype)[:, None]
     logits = logits.view(kv_heads, q_heads // kv_heads, queries, tokens)
-    per_group = seen.view(kv_heads, -1, queries, tokens)
-    logits = logits.masked_fill(~per_group, float("-inf")).view(q_heads, queries, tokens)
-    if sinks is None:
-        return torch.softmax(logits, dim=-1)
-    extra = sinks.to(q.dtype)[:, None, None].expand(-1, queries, 1)
-    return torch.softmax(torch.cat([logits, extra], dim=-1), dim=-1)[..., :-1]
+    unseen = ~seen.view(kv_heads, -1, queries, tokens)
+    logits = logits.masked_fill(unseen, float("-inf"))
+    if sinks is not None:
+        extra = sinks.to(q.dtype).view(kv_heads, -1, 1, 1).expand(-1, -1, queries, -1)
+        logits = torch.cat([logits, extra], dim=-1)
+    weights = torch.softmax(logits, dim=-1)[..., :tokens]
+    return weights.masked_fill(unseen, 0).view(q_heads, queries, tokens)
 
 
 def _clean(v: Tensor, alive: Tensor, complete: bool) -> Tensor:

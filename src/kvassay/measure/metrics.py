@@ -140,7 +140,7 @@ _CARDS = (
         "blocks",
         "blocks",
         "none",
-        "blocks the dense context holds in shared tables, all KV cache groups",
+        "blocks the dense context holds in the shared tables of the KV cache groups that no window bounds",
     ),
 )
 

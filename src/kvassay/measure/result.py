@@ -94,4 +94,7 @@ class LayerFidelity:
     output_error: float
     """||arm - dense|| / ||dense|| of the attention output over the branch's queries; lower is better."""
     retained_mass: float
-    """Dense attention mass on the tokens the arm may read, mean over queries and heads, in [0, 1]."""
+    """Share of dense's attention mass on tokens that lies on those the arm may read (the branch's own tokens are
+    always among them), mean over queries and query heads, in [0, 1]; higher is better. A sink's mass is left out."""
+    in_scope: bool = True
+    """Whether the arm may act on this layer, or on the one whose cache it reads."""

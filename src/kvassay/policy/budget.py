@@ -87,7 +87,7 @@ class Allowance:
     @classmethod
     def resolve(cls, budget: Budget | None, context: int, protection: Protection) -> Allowance:
         """Resolve a budget; `None` (a method without a budget) allows the whole context."""
-        tokens = context if budget is None else min(budget.tokens(context), context)
+        tokens = context if budget is None else budget.tokens(context)
         needed = protection.sink + protection.recent
         if budget is not None and tokens < context and tokens <= needed:
             raise BudgetError(
@@ -95,6 +95,16 @@ class Allowance:
                 f"(sink {protection.sink} + recent {protection.recent}); raise it or protect fewer"
             )
         return cls(budget, tokens, context, protection)
+
+    def spares(self, length: int) -> bool:
+        """True if a sequence of that length is left as it is: a budget of all of it, or of at least as many tokens.
+
+        Never without a budget: such methods decide themselves.
+        """
+        if self.budget is None:
+            return False
+        counts_tokens = self.budget.unit in ("keep_tokens", "read_tokens")
+        return self.budget.amount == 1 or (counts_tokens and self.tokens >= length)
 
     @property
     def covers_all(self) -> bool:

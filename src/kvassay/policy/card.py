@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
 from kvassay.errors import PolicyError
 
@@ -45,9 +47,27 @@ class Evidence(StrEnum):
     ATTENTION = "attention"
     """Attention rows of the last queries over the cached keys, causal."""
     HIDDEN = "hidden"
-    """Hidden-state taps: a decoder layer's output for the newest tokens."""
+    """Hidden states: of the newest tokens, the outputs of the decoder layers in `taps` (`StepView.hidden`); of the
+    context, the residual stream that enters a layer (`LayerView.hidden`)."""
+    LAYER_INPUT = "layer_input"
+    """What the layer's q, k and v projections read, for the context's tokens."""
+    ROW_LSE = "row_lse"
+    """Row log-sum-exp of the context's own queries: `exp(score - lse)` is a token's true attention."""
+    BUCKET = "bucket"
+    """Scores of the context's queries against the keys of their own bucket of consecutive positions."""
     FUTURE_QUERIES = "future_queries"
     """Queries recorded after the decision: only the declared `hindsight` reference may ask."""
+
+
+TAPS: Mapping[Evidence, str] = MappingProxyType(
+    {
+        Evidence.HIDDEN: "hidden",
+        Evidence.LAYER_INPUT: "layer_input",
+        Evidence.ROW_LSE: "lse",
+        Evidence.BUCKET: "bucket",
+    }
+)
+"""Evidence that a trace holds as a tap, and the tap's kind."""
 
 
 class Approximates(StrEnum):
@@ -97,6 +117,8 @@ class Card:
             raise PolicyError(f"card '{self.name}': gaps are listed, so reconstruction must be true")
         if Evidence.FUTURE_QUERIES in self.evidence and not self.reference:
             raise PolicyError(f"card '{self.name}': only a reference may ask for future queries")
+        if self.taps and Evidence.HIDDEN not in self.evidence:
+            raise PolicyError(f"card '{self.name}' taps layers {sorted(self.taps)} without the evidence 'hidden'")
 
     @property
     def per_step(self) -> bool:

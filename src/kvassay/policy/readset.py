@@ -22,12 +22,13 @@ class ReadSet:
     index: Tensor
     unit: int = 1
 
-    def validate(self, *, q_heads: int, kv_heads: int, block_size: int, name: str) -> None:
+    def validate(self, *, queries: int, q_heads: int, kv_heads: int, block_size: int, name: str) -> None:
         """Raise `PolicyError` if the shape or unit is not one the cache can serve."""
-        if self.index.dim() != 3 or self.index.shape[1] not in (q_heads, kv_heads, 1):
+        shape = list(self.index.shape)
+        if len(shape) != 3 or shape[0] != queries or shape[1] not in (q_heads, kv_heads, 1) or shape[2] == 0:
             raise PolicyError(
-                f"policy '{name}': read set of shape {list(self.index.shape)}, expected [queries, heads, k] with "
-                f"heads {q_heads}, {kv_heads} or 1"
+                f"policy '{name}': read set of shape {shape}, expected [{queries} queries, heads, k] with "
+                f"heads {q_heads}, {kv_heads} or 1 and k at least 1"
             )
         if self.unit != 1 and self.unit % block_size:
             raise PolicyError(f"policy '{name}': read unit {self.unit} is not 1 or a multiple of {block_size}")

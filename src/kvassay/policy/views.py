@@ -19,7 +19,7 @@ from kvassay.errors import EvidenceMissing
 from kvassay.kernels.reference import attention_weights, visible
 from kvassay.layout.model import Layer
 from kvassay.policy.budget import Protection
-from kvassay.policy.card import Card, Evidence
+from kvassay.policy.card import TAPS, Card, Evidence
 
 
 @dataclass
@@ -52,6 +52,14 @@ class Queries:
         return Queries(self.q[:, -count:], self.positions[-count:])
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Recorded evidence of consecutive tokens: `values` [rows, ...] and their true positions [rows]."""
+
+    values: Tensor
+    positions: Tensor
+
+
 Evidences = Mapping[Evidence, Callable[[], Queries]]
 
 
@@ -68,6 +76,8 @@ class LayerView:
         protection: Protection,
         meter: Meter,
         queries: Evidences | None = None,
+        rows: Mapping[Evidence, Callable[[], Rows]] | None = None,
+        sinks: Tensor | None = None,
         side: Mapping[str, Tensor] | None = None,
         block_size: int = 16,
     ) -> None:
@@ -76,6 +86,7 @@ class LayerView:
         self.side: Mapping[str, Tensor] = side or {}
         """Packed side data per full block, as `summarize` returned it: [blocks, kv_heads, ...]."""
         self._load, self._meter, self._queries = load, meter, queries or {}
+        self._rows, self._sinks = rows or {}, sinks
         self._data: LayerData | None = None
         self._metered: set[str] = set()
 
@@ -92,6 +103,10 @@ class LayerView:
         if self._data is None:
             self._data = self._load()
         return self._data
+
+    def forget(self) -> None:
+        """Drop what was loaded; the next touch loads it again. For a replay that holds one layer at a time."""
+        self._data = None
 
     @property
     def positions(self) -> Tensor:
@@ -169,6 +184,25 @@ class LayerView:
         self._charge("keys", self.data.k)
         return self.attend(self._get(Evidence.QUERIES).last(last))
 
+    def hidden(self) -> Rows:
+        """Residual stream entering this layer, of the context's tokens: [rows, hidden_size]."""
+        return self._tap(Evidence.HIDDEN)
+
+    def layer_input(self) -> Rows:
+        """What this layer's q, k and v projections read, of the context's tokens: [rows, hidden_size]."""
+        return self._tap(Evidence.LAYER_INPUT)
+
+    def row_lse(self) -> Rows:
+        """Natural-log sum of exponentials of each query's visible scores, sink included: [rows, q_heads]."""
+        return self._tap(Evidence.ROW_LSE, 4.0)
+
+    def bucket_scores(self) -> Rows:
+        """Scaled, soft-capped scores against the keys of the query's own bucket: [rows, q_heads, size].
+
+        Column c of position p is the key at `p - p % size + c`; -inf where the query does not see it.
+        """
+        return self._tap(Evidence.BUCKET, 4.0)
+
     def mass(self, query: Tensor) -> Tensor:
         """float [q_heads, queries, tokens]: exact attention of this step's `query` [q_heads, queries, dim].
 
@@ -179,10 +213,11 @@ class LayerView:
         return self.attend(Queries(query, torch.arange(self.length - query.shape[1], self.length)))
 
     def attend(self, queries: Queries) -> Tensor:
-        """Softmax rows [q_heads, queries, tokens] of given queries over the keys of this view."""
+        """Softmax rows [q_heads, queries, tokens] of given queries over the keys of this view (and the sink)."""
         stored = self.data.stored
         seen = visible(stored, queries.positions, self.layer.q_heads, window=self.layer.window)
-        return attention_weights(queries.q, stored, seen, scale=self.layer.scale, softcap=self.layer.softcap)
+        scale, softcap = self.layer.scale, self.layer.softcap
+        return attention_weights(queries.q, stored, seen, scale=scale, softcap=softcap, sinks=self._sinks)
 
     def group_sum(self, rows: Tensor) -> Tensor:
         """Sum [q_heads, ...] over the query heads of each KV head: [kv_heads, ...]."""
@@ -207,6 +242,19 @@ class LayerView:
                 "record with a larger --q-tail"
             )
         return self._queries[evidence]()
+
+    def _tap(self, evidence: Evidence, element_bytes: float | None = None) -> Rows:
+        self._touch(evidence)
+        if evidence not in self._rows:
+            raise EvidenceMissing(
+                f"policy '{self.card.name}' needs {evidence} of layer {self.index}, which is not there: it is offered "
+                f"when the context is compressed, from a trace made by record with --tap {TAPS[evidence]}"
+            )
+        found = self._rows[evidence]()
+        if evidence not in self._metered:
+            self._metered.add(evidence)
+            self._meter.add(evidence, found.values.numel(), element_bytes)
+        return found
 
     def _charge(self, what: str, tensor: Tensor, element_bytes: float | None = None) -> None:
         if what not in self._metered:
@@ -236,6 +284,20 @@ class CacheView:
 
     def __iter__(self) -> object:
         return iter(self.layers.values())
+
+
+class HiddenStates(dict[int, Tensor]):
+    """Hidden states by layer, [tokens, hidden_size]; asking for a layer that the card does not tap is an error."""
+
+    def __init__(self, card: Card, hidden: Mapping[int, Tensor]) -> None:
+        super().__init__({layer: hidden[layer] for layer in card.taps})
+        self._card = card
+
+    def __missing__(self, layer: int) -> Tensor:
+        raise EvidenceMissing(
+            f"policy '{self._card.name}' touched the hidden state of layer {layer}, its card taps "
+            f"{sorted(self._card.taps) or 'none'}"
+        )
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,13 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from kvassay.errors import RecordError
 from kvassay.layout.model import Layer, Layout
+from kvassay.trace.buckets import bucket_visible
 
 NAME = "kvassay_record"
 KINDS = ("full", "sliding", "shared")
-ATTENTION_TAPS = ("output", "lse")
+ATTENTION_TAPS = ("output", "lse", "bucket")
+BUCKET = 32
+"""Positions per bucket, unless asked otherwise."""
 RELATIVE_SCALE_ERROR = 1e-5
 
 Rows = dict[str, Tensor]
@@ -49,22 +52,26 @@ def refuse_unreplayable(layout: Layout) -> None:
 class Capture:
     """Collects the rows of one forward pass after another.
 
-    `taps` names the attention taps (`output`, `lse`) wanted of each layer; `dtype` is what rows are stored
-    in (lse stays float32). Call `begin` before a forward pass and `finish` after it.
+    `taps` names the attention taps (`ATTENTION_TAPS`) wanted of each layer; `dtype` is what rows are stored
+    in (scores stay float32); `bucket` is the size of a bucket. Call `begin` before a forward pass and `finish`
+    after it.
     """
 
-    def __init__(self, layout: Layout, dtype: torch.dtype, taps: Mapping[int, frozenset[str]]) -> None:
-        self.layout, self.dtype, self.taps = layout, dtype, taps
+    def __init__(
+        self, layout: Layout, dtype: torch.dtype, taps: Mapping[int, frozenset[str]], bucket: int = BUCKET
+    ) -> None:
+        self.layout, self.dtype, self.taps, self.bucket = layout, dtype, taps, bucket
         self.sinks: dict[int, Tensor] = {}
         """Logit of each query head's attention sink, [q_heads] float32, per layer that has sinks."""
         self._rows: dict[int, Rows] = {}
         self._stream: dict[tuple[int, str], Tensor] = {}
+        self._start = 0
         self._tokens = 0
         self._q_skip = 0
 
     def begin(self, start: int, tokens: int, q_from: int) -> None:
         """Expect `tokens` rows from position `start`; keep queries and outputs from position `q_from` on."""
-        self._rows, self._stream, self._tokens = {}, {}, tokens
+        self._rows, self._stream, self._start, self._tokens = {}, {}, start, tokens
         self._q_skip = min(max(q_from - start, 0), tokens)
 
     def finish(self) -> dict[int, Rows]:
@@ -116,6 +123,10 @@ class Capture:
             new["output"] = self._stored(output[0].transpose(0, 1), self._q_skip)
         if "lse" in wanted:
             new["lse"] = row_lse(query, key, weights, scale, layer.softcap).transpose(0, 1).cpu()
+        if "bucket" in wanted:
+            window = self.layout.source(index).window
+            scores = bucket_scores(query[0], key[0], self._start, self.bucket, scale, layer.softcap, window)
+            new["bucket"] = scores.cpu()
         if layer.sinks:
             self.sinks[index] = arguments["s_aux"].detach().float().cpu()
         self._rows[index] = new
@@ -169,6 +180,30 @@ def row_lse(query: Tensor, key: Tensor, weights: Tensor | None, scale: float, so
     if softcap is not None:
         score = torch.tanh(score / softcap) * softcap
     return score - top.values.float().log()
+
+
+def bucket_scores(
+    query: Tensor, key: Tensor, first: int, size: int, scale: float, softcap: float | None, window: int | None
+) -> Tensor:
+    """Scores of each query against the keys of its own bucket of `size` positions: [n, q_heads, size] float32.
+
+    query [q_heads, n, k_dim] are those of positions `first`, `first` + 1, ...; key [kv_heads, seen, k_dim] ends
+    with the same positions. Scaled and soft-capped as in the softmax; -inf where a query does not see the key.
+    """
+    n, seen = query.shape[1], key.shape[1]
+    oldest = first + n - seen
+    heads = torch.arange(query.shape[0], device=query.device) // (query.shape[0] // key.shape[0])
+    scores = torch.full((n, query.shape[0], size), -torch.inf, device=query.device)
+    for base in range(first // size * size, first + n, size):
+        rows = slice(max(base, first) - first, min(base + size, first + n) - first)
+        low, high = max(base, oldest), min(base + size, first + n)
+        keys = key[heads, low - oldest : high - oldest].float()
+        part = torch.matmul(query[:, rows].float(), keys.transpose(1, 2)) * scale
+        scores[rows, :, low - base : high - base] = part.transpose(0, 1)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    visible = torch.from_numpy(bucket_visible(first, n, size, window)).to(scores.device)
+    return scores.masked_fill(~visible[:, None], -torch.inf)
 
 
 _ACTIVE: ContextVar[Capture | None] = ContextVar("kvassay_capture", default=None)

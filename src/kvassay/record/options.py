@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from kvassay.errors import RecordError, did_you_mean
 from kvassay.layout.model import Layout
+from kvassay.record.capture import BUCKET
 from kvassay.record.load import LoadedModel
 from kvassay.trace.schema import (
     BranchEntry,
@@ -24,7 +25,7 @@ from kvassay.workload.sample import Branch, Sample
 
 StoredDtype = Literal["float32", "float16"]
 LogitsKind = Literal["none", "topk", "full"]
-TapName = Literal["output", "lse", "hidden", "layer_input"]
+TapName = Literal["output", "lse", "hidden", "layer_input", "bucket"]
 GREEDY_K = 2
 
 
@@ -35,7 +36,8 @@ class RecordOptions:
     `prefill_chunk`: tokens per forward pass, of the context and of branches longer than that.
     `q_tail`: keep queries of the last so many context tokens (and of all branch tokens); at or above the
     context's length it keeps all. `dtype`: of stored rows. `taps`: extra evidence, of `tap_layers` (None: of
-    all layers); `output` goes with the queries, the others are kept for every token.
+    all layers); `output` goes with the queries, the others are kept for every token; `bucket` is the number of
+    positions in a bucket, for the tap of that name.
     `logits`: `full` rows, the `logits_k` largest, or `none` but the two largest, so that greedy next ids and
     their margins are always there. `allow_beyond_native`: record past the model's native context.
     """
@@ -45,12 +47,13 @@ class RecordOptions:
     dtype: StoredDtype = "float32"
     taps: tuple[TapName, ...] = ()
     tap_layers: tuple[int, ...] | None = None
+    bucket: int = BUCKET
     logits: LogitsKind = "topk"
     logits_k: int = 64
     allow_beyond_native: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("prefill_chunk", 1), ("q_tail", 0), ("logits_k", GREEDY_K)):
+        for name, least in (("prefill_chunk", 1), ("q_tail", 0), ("bucket", 1), ("logits_k", GREEDY_K)):
             if getattr(self, name) < least:
                 raise RecordError(f"{name} is {getattr(self, name)}, it must be at least {least}")
         for name, value, kind in (("dtype", self.dtype, StoredDtype), ("logits", self.logits, LogitsKind)):
@@ -74,7 +77,12 @@ class RecordOptions:
             if not 0 <= layer < len(layout.layers):
                 raise RecordError(f"tap_layers names layer {layer}; the model has {len(layout.layers)} layers")
         return tuple(
-            Tap(kind=kind, layer=layer, first=q_from if kind == "output" else 0)
+            Tap(
+                kind=kind,
+                layer=layer,
+                first=q_from if kind == "output" else 0,
+                size=self.bucket if kind == "bucket" else None,
+            )
             for kind in dict.fromkeys(self.taps)
             for layer in dict.fromkeys(layers)
         )

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from kvassay.errors import RecordError
-from kvassay.layout.model import Layout
+from kvassay.record.blocks import block_tables
 from kvassay.record.calling import cache_keyword, new_cache
-from kvassay.record.capture import ATTENTION_TAPS, Capture, Rows, recording, refuse_unreplayable
+from kvassay.record.capture import ATTENTION_TAPS, BUCKET, Capture, Rows, recording, refuse_unreplayable
 from kvassay.record.load import LoadedModel, load
 from kvassay.record.options import RecordOptions, make_header
 from kvassay.record.quiet import quiet_transformers
-from kvassay.record.taps import stream_taps
+from kvassay.record.taps import STREAM_TAPS, stream_taps
 from kvassay.trace.reader import Trace
 from kvassay.trace.schema import PREFIX, TraceHeader, branch_name
 from kvassay.trace.writer import SegmentWriter, TraceWriter
@@ -51,11 +51,11 @@ def record_sample(
     """
     options = options or RecordOptions()
     refuse_unreplayable(loaded.layout)
-    _refuse_sinks(loaded.layout)
     _check_sample(loaded, sample, options)
     header = make_header(loaded, sample, options)
     with TraceWriter(out_dir, header, overwrite=overwrite) as writer:
         _Recording(loaded, sample, header, writer, progress).run()
+        writer.add_overlay(*block_tables(header))
     return Trace.open(out_dir)
 
 
@@ -76,7 +76,7 @@ class _Recording:
         for tap in header.taps:
             kinds.setdefault(tap.layer, set()).add(tap.kind)
         self.taps = {layer: frozenset(names) for layer, names in kinds.items()}
-        self.capture = Capture(loaded.layout, getattr(torch, header.dtype), self.taps)
+        self.capture = Capture(loaded.layout, getattr(torch, header.dtype), self.taps, bucket_size(header))
         self.progress = progress
         self.done = 0
         self.total = len(sample.context_ids) + sum(len(branch.token_ids) for branch in sample.branches)
@@ -95,6 +95,8 @@ class _Recording:
                 own = copy.deepcopy(cache)
                 start = len(self.sample.context_ids)
                 self._segment(branch_name(index), branch.token_ids, start, own, want_logits=True)
+        if self.capture.sinks:
+            self.writer.set_sinks({layer: logits.tolist() for layer, logits in self.capture.sinks.items()})
 
     def _segment(self, name: str, ids: Sequence[int], start: int, cache: Any, want_logits: bool) -> None:
         segment = self.writer.segment(name)
@@ -155,19 +157,15 @@ def _check_sample(loaded: LoadedModel, sample: Sample, options: RecordOptions) -
         )
 
 
-def _refuse_sinks(layout: Layout) -> None:
-    # Their logits are seen (`Capture.sinks`), but the trace format has no place for them yet.
-    for layer in layout.layers:
-        if layer.sinks:
-            raise RecordError(
-                f"{layout.model_type}: layer {layer.index} has attention sinks, whose logits no trace holds yet"
-            )
+def bucket_size(header: TraceHeader) -> int:
+    """Positions per bucket of the trace's bucket tap; the default if it has none."""
+    return next((tap.size for tap in header.taps if tap.size is not None), BUCKET)
 
 
 def options_of(header: TraceHeader) -> RecordOptions:
     """Return the options that a trace was recorded with."""
     kinds = tuple(dict.fromkeys(tap.kind for tap in header.taps))
-    unknown = [kind for kind in kinds if kind not in (*ATTENTION_TAPS, "hidden", "layer_input")]
+    unknown = [kind for kind in kinds if kind not in (*ATTENTION_TAPS, *STREAM_TAPS)]
     if unknown:
         raise RecordError(f"the trace holds the tap '{unknown[0]}', which this recorder cannot make")
     spec = header.logits
@@ -180,6 +178,7 @@ def options_of(header: TraceHeader) -> RecordOptions:
         dtype=header.dtype,
         taps=kinds,  # type: ignore[arg-type]  # narrowed by the check above
         tap_layers=tuple(dict.fromkeys(tap.layer for tap in header.taps)) or None,
+        bucket=bucket_size(header),
         logits=spec.kind,
         logits_k=spec.k or RecordOptions.logits_k,
         allow_beyond_native=longest > header.layout.native_context,

@@ -9,13 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvassay.cache.data import LayerData
+from kvassay.cache.data import LayerData, Stored
 from kvassay.cache.edits import Decision
 from kvassay.cache.ops import Reclaimed
 from kvassay.errors import PolicyError
+from kvassay.kernels.reference import visible
+from kvassay.policy.base import Memory, Policy
+from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Evidence, When
 from kvassay.policy.readset import ReadSet
-from kvassay.policy.views import BlockView, CacheView, LayerView, Meter, Queries, StepView
+from kvassay.policy.views import BlockView, CacheView, HiddenStates, LayerView, Meter, Queries, Rows, StepView
 from kvassay.replay.lane import Lane
 
 Source = Callable[[int], Queries]
@@ -28,6 +31,8 @@ class Evidences:
 
     recent: Source | None = None
     future: Source | None = None
+    rows: Callable[[int], Mapping[Evidence, Callable[[], Rows]]] | None = None
+    """Recorded taps of a layer, by the evidence they are."""
 
 
 def view(
@@ -47,6 +52,8 @@ def view(
         protection=lane.allowance.protection,
         meter=meter,
         queries=offered,
+        rows=evidence.rows(layer) if evidence.rows is not None else None,
+        sinks=lane.sinks.get(layer),
         side=lane.side.get(layer),
         block_size=group.block_size,
     )
@@ -62,18 +69,33 @@ def decide(lane: Lane, evidence: Evidences) -> Reclaimed:
     """Score, decide and apply once; the time and the bytes touched are charged to the lane."""
     start = time.perf_counter()
     meter = Meter(lane.cache.layout.element_bytes)
-    cache = cache_view(lane, meter, evidence)
-    policy = lane.policy
-    scores: dict[int, Tensor] = {}
-    if policy.writes_score and not _nothing_to_do(lane):
-        scores = {index: _checked(policy.score(v, lane.memory), v) for index, v in cache.layers.items()}
-    decision = Decision() if _nothing_to_do(lane) else policy.decide(cache, scores, lane.memory, lane.allowance)
-    _check_scope(lane, decision)
+    decision = propose(lane.policy, cache_view(lane, meter, evidence), lane.memory, lane.allowance)
     before = lane.cache.moved_elements
-    reclaimed = lane.cache.apply(lane.seq, decision, allow_window="sliding" in policy.card.acts_on)
-    lane.reuse = decision.reuse
+    reclaimed = apply(lane, decision)
     lane.touched += meter.total + (lane.cache.moved_elements - before) * lane.cache.layout.element_bytes
     lane.seconds += time.perf_counter() - start
+    return reclaimed
+
+
+def propose(policy: Policy, cache: CacheView, memory: Memory, allowance: Allowance) -> Decision:
+    """What the policy wants of all layers: scores layer by layer, then one decision; nothing is changed yet.
+
+    `PolicyError` if it scores in another shape or names a layer that it was not shown.
+    """
+    if allowance.spares(cache.length):
+        return Decision()
+    scores: dict[int, Tensor] = {}
+    if policy.writes_score:
+        scores = {index: _checked(policy.score(shown, memory), shown) for index, shown in cache.layers.items()}
+    decision = policy.decide(cache, scores, memory, allowance)
+    _check_scope(policy, cache, decision)
+    return decision
+
+
+def apply(lane: Lane, decision: Decision) -> Reclaimed:
+    """Let the cache carry a decision out; `IllegalEdit` if a law forbids it."""
+    reclaimed = lane.cache.apply(lane.seq, decision, allow_window="sliding" in lane.policy.card.acts_on)
+    lane.reuse = decision.reuse
     return reclaimed
 
 
@@ -111,7 +133,7 @@ def observe(lane: Lane, tokens: Sequence[int], evidence: Evidences, hidden: Mapp
         tuple(tokens),
         tuple(range(last - len(tokens), last)),
         cache_view(lane, meter, evidence),
-        {layer: hidden[layer] for layer in lane.policy.card.taps if layer in hidden},
+        HiddenStates(lane.policy.card, hidden),
     )
     lane.with_state(lane.policy.observe(lane.memory.state, step))
     lane.touched += meter.total
@@ -125,6 +147,7 @@ def read(lane: Lane, layer: int, query: Tensor, load: Callable[[], LayerData]) -
     chosen = lane.policy.read(shown, query, lane.memory, lane.allowance, lane.previous.get(layer))
     if chosen is not None:
         chosen.validate(
+            queries=query.shape[1],
             q_heads=shown.layer.q_heads,
             kv_heads=shown.kv_heads,
             block_size=shown.block_size,
@@ -134,9 +157,26 @@ def read(lane: Lane, layer: int, query: Tensor, load: Callable[[], LayerData]) -
     return chosen, meter
 
 
-def _nothing_to_do(lane: Lane) -> bool:
-    """A budget at or above the length leaves the cache as it is (the policies without one decide themselves)."""
-    return lane.allowance.budget is not None and lane.allowance.tokens >= lane.length
+def select(lane: Lane, layer: int, query: Tensor) -> tuple[ReadSet | None, float, Stored | None]:
+    """What the policy selects of a layer for `query` [q_heads, queries, dim], the bytes it scanned to find out
+    (per query), and the layer as it lies if it had to be looked at; all None and 0 for a policy that selects nothing.
+    """
+    if not (lane.policy.writes_read and layer in lane.scope):
+        return None, 0.0, None
+    data = lane.cache.stored(lane.seq, layer, query.shape[1])
+    chosen, meter = read(lane, layer, query, data.by_position)
+    return chosen, meter.total, data
+
+
+def seen(lane: Lane, index: int, data: Stored, positions: Tensor, chosen: ReadSet | None) -> Tensor:
+    """What queries of layer `index` at true `positions` read of `data`, the cache of that layer or of its owner.
+
+    bool [q_heads, queries, tokens] under a selection, else [kv_heads, queries, tokens].
+    """
+    layout = lane.cache.layout
+    q_heads = layout.layers[index].q_heads
+    allowed = None if chosen is None else chosen.mask(data.slots, q_heads)
+    return visible(data, positions, q_heads, window=layout.source(index).window, allowed=allowed)
 
 
 def _interval(lane: Lane) -> int:
@@ -152,22 +192,31 @@ def _checked(score: Tensor, shown: LayerView) -> Tensor:
             f"policy '{shown.card.name}' scored layer {shown.index} with shape {list(score.shape)}, "
             f"[{shown.kv_heads}, {shown.tokens}] needed"
         )
+    wrong = int((~torch.isfinite(score[shown.alive])).sum())
+    if wrong:
+        raise PolicyError(
+            f"policy '{shown.card.name}' scored {wrong} of {int(shown.alive.sum())} tokens of layer {shown.index} "
+            "NaN or infinite; every live token needs a finite score"
+        )
     return score
 
 
-def _check_scope(lane: Lane, decision: Decision) -> None:
-    outside = sorted(set(decision.edits) - lane.scope)
+def _check_scope(policy: Policy, cache: CacheView, decision: Decision) -> None:
+    outside = sorted(set(decision.edits) - set(cache.layers))
     if outside:
         raise PolicyError(
-            f"policy '{lane.policy.card.name}' edits layer {outside[0]}, which its card does not act on "
-            f"({', '.join(sorted(lane.policy.card.acts_on))})"
+            f"policy '{policy.card.name}' edits layer {outside[0]}, which its card does not act on "
+            f"({', '.join(sorted(policy.card.acts_on))})"
         )
 
 
 def _summary(lane: Lane, layer: int, done: int, full: int, size: int) -> Mapping[str, Tensor]:
     data = lane.cache.layer(lane.seq, layer)
-    if int(data.slots.max()) + 1 != data.slots.shape[1]:
-        raise PolicyError(f"policy '{lane.policy.card.name}' summarises blocks of layer {layer} that have holes")
+    if data.slots.shape[1] != lane.length or int(data.slots.max()) + 1 != lane.length:
+        raise PolicyError(
+            f"policy '{lane.policy.card.name}' summarises blocks of layer {layer}, but edits have left "
+            f"{data.slots.shape[1]} of {lane.length} tokens there: a block is no longer {size} tokens in a row"
+        )
     rows = slice(done * size, full * size)
     blocks = [side[:, rows].unflatten(1, (full - done, size)).transpose(0, 1) for side in (data.k, data.v)]
     return lane.policy.summarize(BlockView(lane.cache.layout.layers[layer], blocks[0], blocks[1]))

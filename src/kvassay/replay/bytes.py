@@ -64,6 +64,6 @@ def read_bytes(cache: PagedCache, seq: int, layer: int, data: Stored, read: Tens
     if segments and data.encoded is not None:
         held_tokens = float(data.encoded.sum())
         bytes_read += (total - float(raw.sum())) / held_tokens * sum(s.nbytes for s in segments)
-    if data.bias is not None:
-        bytes_read += BIAS_BYTES * total
+    biases = sum(bias is not None for bias in (data.bias, data.inner_bias))
+    bytes_read += biases * BIAS_BYTES * total
     return bytes_read, tokens

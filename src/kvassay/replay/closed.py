@@ -11,19 +11,17 @@ token at a time. The questions of a context share its compressed cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvassay.cache.ops import GroupSpec
+from kvassay.cache.ops import group_specs
 from kvassay.cache.paged import PagedCache
 from kvassay.errors import ExperimentError
-from kvassay.layout.groups import plan_groups
-from kvassay.layout.model import Layout
 from kvassay.measure.result import BranchResult
-from kvassay.policy.base import Memory
+from kvassay.policy.base import Artefact, Memory
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Prefill, When
 from kvassay.policy.views import Queries
@@ -31,7 +29,9 @@ from kvassay.record.load import LoadedModel
 from kvassay.replay import asking
 from kvassay.replay.arms import Arm
 from kvassay.replay.bytes import held
+from kvassay.replay.calibration import fit_offline
 from kvassay.replay.engine import QUERY_EVIDENCE, Engine
+from kvassay.replay.evidence import after_prefill, recorded_queries, sinks_of
 from kvassay.replay.lane import Lane, scope_of
 from kvassay.replay.levels import blocks_held, freed_blocks
 from kvassay.replay.protocol import Protocol
@@ -48,13 +48,18 @@ def replay_trace(
     arms: Sequence[Arm],
     protocol: Protocol = DEFAULT_PROTOCOL,
     progress: Progress = lambda message: None,
+    *,
+    calibration: Trace | None = None,
 ) -> list[BranchResult]:
     """Replay one context under all arms; one row per (branch, arm), in that order.
 
-    Raises `ExperimentError` if the trace is of another model, is too long for it, or no arm is `dense`.
+    calibration: a trace of other text, which policies that learn offline are fitted on
+    Raises `ExperimentError` if the trace is of another model, is too long for it, or no arm is `dense`;
+    `PolicyError` if a policy needs a calibration and there is none, or it is not disjoint from the trace.
     """
     _check(loaded, trace, arms, protocol)
-    replay = _Replay(loaded, trace, arms, protocol)
+    artefacts = fit_offline([arm.policy for arm in arms], trace, calibration)
+    replay = Replay(loaded, trace, arms, protocol, artefacts)
     progress(f"compress {len(arms)} arms")
     lanes = [replay.compressed(arm) for arm in arms]
     rows: list[BranchResult] = []
@@ -64,22 +69,8 @@ def replay_trace(
     return rows
 
 
-def group_specs(layout: Layout, block_size: int) -> list[GroupSpec]:
-    """The ledger's groups, as vLLM plans them."""
-    return [
-        GroupSpec(
-            group.index,
-            group.layers,
-            tuple(layout.layers[layer].kv.kv_heads for layer in group.layers),
-            group.block_size,
-            group.window,
-        )
-        for group in plan_groups(layout, block_size)
-    ]
-
-
 @dataclass
-class _Compressed:
+class Compressed:
     """A compressed context of one arm, kept for all its questions."""
 
     lane: Lane
@@ -88,16 +79,26 @@ class _Compressed:
     freed: dict[str, float]
 
 
-class _Replay:
+class Replay:
     """One trace under way."""
 
-    def __init__(self, loaded: LoadedModel, trace: Trace, arms: Sequence[Arm], protocol: Protocol) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        trace: Trace,
+        arms: Sequence[Arm],
+        protocol: Protocol,
+        artefacts: Mapping[str, Artefact] | None = None,
+    ) -> None:
+        """`artefacts`: what offline policies have learnt, by the policy's label."""
         self.loaded, self.trace, self.protocol = loaded, trace, protocol
+        self.artefacts = artefacts or {}
         self.groups = group_specs(trace.layout, protocol.block_size)
         self.cache = PagedCache(trace.layout, self.groups, self._blocks(len(arms)))
         self.engine = Engine(loaded.model, self.cache)
         self.context = trace.prefix.tokens
         self.dense = self._dense_context()
+        self.sinks = sinks_of(trace)
 
     def _blocks(self, arms: int) -> int:
         """Enough for every arm to own a full copy and its questions: memory is only touched when used."""
@@ -117,16 +118,15 @@ class _Replay:
 
     # -- compress ---------------------------------------------------------------------------------------
 
-    def compressed(self, arm: Arm) -> _Compressed:
+    def compressed(self, arm: Arm) -> Compressed:
         """Fork the dense context (or prefill anew) and let the arm's policy compress it."""
         lane = self._lane(arm)
         blocks = blocks_held(lane)
-        evidence = asking.Evidences(recent=self._recorded, future=self._future)
         if asking.due(lane, When.AFTER_PREFILL):
-            asking.decide(lane, evidence)
+            asking.decide(lane, after_prefill(self.trace))
         asking.summarize(lane)
         lane.peak_bytes = held(lane).total
-        return _Compressed(lane, blocks, freed_blocks(lane))
+        return Compressed(lane, blocks, freed_blocks(lane))
 
     def _lane(self, arm: Arm) -> Lane:
         rng = torch.Generator().manual_seed(self.protocol.seed)
@@ -135,8 +135,9 @@ class _Replay:
             self.cache.fork(self.dense) if arm.prefill is Prefill.SHARED_DENSE else self.cache.create([])[0],
             self.cache,
             Allowance.resolve(arm.budget, self.context, arm.protection),
-            Memory(rng=rng),
+            Memory(artefact=self.artefacts.get(arm.policy.label), rng=rng),
             scope_of(self.trace.layout, arm.policy),
+            self.sinks,
         )
         if arm.prefill is Prefill.OWN:
             self._own_prefill(lane)
@@ -150,21 +151,9 @@ class _Replay:
             self.engine.forward([lane], [ids[first : first + size]], last=1)
         lane.generated = 0
 
-    def _recorded(self, layer: int) -> Queries:
-        segment = self.trace.prefix
-        q = segment.q(layer).transpose(0, 1).float()
-        return Queries(q, torch.arange(segment.q_start, segment.q_start + q.shape[1]))
-
-    def _future(self, layer: int) -> Queries:
-        parts = [branch.q(layer).transpose(0, 1).float() for branch in self.trace.branches]
-        positions = [
-            torch.arange(b.start, b.start + p.shape[1]) for b, p in zip(self.trace.branches, parts, strict=True)
-        ]
-        return Queries(torch.cat(parts, 1), torch.cat(positions))
-
     # -- ask --------------------------------------------------------------------------------------------
 
-    def ask(self, index: int, branch: Branch, arms: Sequence[_Compressed]) -> list[BranchResult]:
+    def ask(self, index: int, branch: Branch, arms: Sequence[Compressed]) -> list[BranchResult]:
         """One question to every arm: rows in the arms' order."""
         lanes = [arm.lane.fork() for arm in arms]
         for lane in lanes:
@@ -189,7 +178,8 @@ class _Replay:
         """Recent queries to start decoding with, for policies that declare them."""
         if not (lane.stepwise and lane.policy.card.evidence & QUERY_EVIDENCE):
             return {}
-        return {layer: self._recorded(layer).last(self.engine.keep_queries) for layer in lane.scope}
+        prefix, last = self.trace.prefix, self.engine.keep_queries
+        return {layer: recorded_queries(prefix, layer).last(last) for layer in lane.scope}
 
     def _feed(self, lanes: Sequence[Lane], ids: Sequence[int], last: int) -> list[Tensor]:
         """Feed the same tokens to every lane; returns per lane logits [last, vocab], in order."""

@@ -23,7 +23,7 @@ from kvassay.cache.data import Stored
 from kvassay.cache.ops import Ints
 from kvassay.cache.paged import PagedCache
 from kvassay.kernels.cpu import paged_decode
-from kvassay.kernels.reference import attend, visible
+from kvassay.kernels.reference import attend
 from kvassay.layout.model import Layer
 from kvassay.policy.card import Evidence, When
 from kvassay.policy.readset import ReadSet
@@ -126,7 +126,7 @@ class _Step:
         out = torch.empty(*q.shape[:3], v.shape[-1])
         slots: dict[int, _Slots] = {}
         for row, lane in enumerate(self.lanes):
-            chosen, scanned, data = self._selection(lane, owner, q[row])
+            chosen, scanned, data = asking.select(lane, owner, q[row])
             one = self._slots(lane, owner, layer, q, chosen)
             if one is not None:
                 slots[row] = one
@@ -141,14 +141,6 @@ class _Step:
             if lane.policy.card.evidence & QUERY_EVIDENCE and index in lane.scope:
                 self._keep_queries(lane, index, q[row], self.positions[row])
         return out
-
-    def _selection(self, lane: Lane, owner: int, q: Tensor) -> tuple[ReadSet | None, float, Stored | None]:
-        """What the lane's policy selects for this query, and the bytes it scanned to find out, per query."""
-        if not (lane.policy.writes_read and owner in lane.scope):
-            return None, 0.0, None
-        data = self.cache.stored(lane.seq, owner, q.shape[1])
-        chosen, meter = asking.read(lane, owner, q, data.by_position)
-        return chosen, meter.total, data
 
     def _slots(self, lane: Lane, owner: int, layer: Layer, q: Tensor, chosen: ReadSet | None) -> _Slots | None:
         """The slots a one-token query reads, if attention can walk them in place."""
@@ -199,10 +191,7 @@ class _Step:
         sinks: Tensor | None,
     ) -> Tensor:
         """Any lane: gathered, decoded, selected."""
-        positions = self.positions[row]
-        allowed = None if chosen is None else chosen.mask(data.slots, layer.q_heads)
-        window = self.cache.layout.layers[owner].window
-        seen = visible(data, positions, layer.q_heads, window=window, allowed=allowed)
+        seen = asking.seen(self.lanes[row], layer.index, data, self.positions[row], chosen)
         self._charge_read(self.lanes[row], owner, data, seen, scanned)
         return attend(q, data, seen, scale=layer.scale, softcap=layer.softcap, sinks=sinks)
 

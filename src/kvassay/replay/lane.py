@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from kvassay.cache.paged import PagedCache
+from kvassay.errors import PolicyError
 from kvassay.layout.model import Layer, Layout
 from kvassay.policy.base import Memory, Policy, State
 from kvassay.policy.budget import Allowance
@@ -48,6 +49,8 @@ class Lane:
     memory: Memory
     scope: frozenset[int]
     """Layers the policy may act on."""
+    sinks: Mapping[int, Tensor] = field(default_factory=dict)
+    """Logit of each query head's attention sink, [q_heads], per layer that has sinks."""
     side: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
     """Side data per layer, as `summarize` returned it, over the full blocks so far."""
     queries: dict[int, Queries] = field(default_factory=dict)
@@ -106,8 +109,19 @@ class Lane:
 
 
 def scope_of(layout: Layout, policy: Policy) -> frozenset[int]:
-    """Layers with a cache of their own whose kind the policy's card names."""
-    return frozenset(layer.index for layer in layout.layers if storing(layer) and layer.kind in policy.card.acts_on)
+    """Layers with a cache of their own whose kind the policy's card names.
+
+    `PolicyError` if the model has none, or lacks a layer that the card taps.
+    """
+    card = policy.card
+    scope = frozenset(layer.index for layer in layout.layers if storing(layer) and layer.kind in card.acts_on)
+    if not scope:
+        kinds = ", ".join(sorted({layer.kind for layer in layout.layers}))
+        raise PolicyError(f"policy '{card.name}' acts on {', '.join(sorted(card.acts_on))}, the model has {kinds}")
+    missing = sorted(card.taps - set(range(len(layout.layers))))
+    if missing:
+        raise PolicyError(f"policy '{card.name}' taps layer {missing[0]}, the model has {len(layout.layers)} layers")
+    return scope
 
 
 def storing(layer: Layer) -> bool:

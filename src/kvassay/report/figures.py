@@ -23,7 +23,7 @@ INK = "#0f1e2d"
 """Stands for the page's own text colour; in the HTML it becomes `currentColor`."""
 PALETTE = (
     "#0077bb", "#ee7733", "#009988", "#cc3311", "#33bbee", "#ee3377", "#aa8800", "#7766cc",
-    "#558822", "#996655", "#228899", "#bb5599",
+    "#558822", "#996655", "#226688", "#bb5599", "#99bb00", "#445577", "#dd8899", "#55aa88",
 )  # fmt: skip
 MODE_MARKS = {
     "whole_block": ("s", "shared tables (vLLM today)"),
@@ -106,9 +106,14 @@ def _draw_policy(
     )
 
 
-def draw_freed(axes: Axes, found: SetResult) -> None:
-    """Blocks freed by each way of reclaiming, as a fraction of the dense context's, one row per arm."""
-    cells = [cell for cell in found.cells if cell.arm not in (DENSE, f"{DENSE}'")]
+def evicting(found: SetResult, arms: Mapping[str, ArmInfo]) -> list[Cell]:
+    """The arms that evict: exact ones that free a block in any way of reclaiming."""
+    return [cell for cell in found.cells if arms[cell.arm].exact and any(cell.blocks_freed.values())]
+
+
+def draw_freed(axes: Axes, found: SetResult, arms: Mapping[str, ArmInfo]) -> None:
+    """Blocks freed by each way of reclaiming, as a fraction of the dense context's, one row per evicting arm."""
+    cells = evicting(found, arms)
     rows = range(len(cells))
     for mode in RECLAIM_MODES:
         mark, label = MODE_MARKS[mode]
@@ -125,7 +130,7 @@ def draw_freed(axes: Axes, found: SetResult) -> None:
             linestyle="none",
             clip_on=False,
         )
-    axes.set_yticks(rows, [cell.arm for cell in cells])
+    axes.set_yticks(rows, [cell.arm for cell in cells], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, 1)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
@@ -142,11 +147,11 @@ def quality_figure(found: SetResult, arms: Mapping[str, ArmInfo], cost: Cost, la
     return figure
 
 
-def freed_figure(found: SetResult) -> Figure:
+def freed_figure(found: SetResult, arms: Mapping[str, ArmInfo]) -> Figure:
     """The blocks panel; as tall as there are arms."""
-    figure = Figure(figsize=(7.2, 1.6 + 0.22 * len(found.cells)), layout="constrained")
+    figure = Figure(figsize=(7.2, 1.6 + 0.22 * len(evicting(found, arms))), layout="constrained")
     axes = figure.subplots()
-    draw_freed(axes, found)
+    draw_freed(axes, found, arms)
     axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=3, fontsize=8)
     return figure
 

@@ -59,7 +59,7 @@ def _set(number: int, found: SetResult, results: Results) -> dict[str, Any]:
     drawn = [
         (f"Quality over bytes held: {about}", figures.quality_figure(found, arms, figures.retained, "bytes held")),
         (f"Quality over read traffic: {about}", figures.quality_figure(found, arms, figures.read, "KV bytes read")),
-        (f"Blocks freed by way of reclaiming: {about}", figures.freed_figure(found)),
+        (f"Blocks freed by way of reclaiming: {about}", figures.freed_figure(found, arms)),
     ]
     return {
         "model": found.model,
@@ -69,7 +69,9 @@ def _set(number: int, found: SetResult, results: Results) -> dict[str, Any]:
             (title, figures.inline_svg(figure, f"s{number}f{place}", title))
             for place, (title, figure) in enumerate(drawn)
         ],
-        "parts": [(part.title, [_row(cell, arms) for cell in part.cells]) for part in words.parts(found, arms)],
+        "parts": [
+            (part.title, part.note, [_row(cell, arms) for cell in part.cells]) for part in words.parts(found, arms)
+        ],
     }
 
 

@@ -27,7 +27,7 @@ def write_picture(results: Results, path: str | Path) -> Path:
         for row, found in zip(grid, firsts, strict=True):
             figures.draw_quality(row[0], found, results.arms, figures.retained, "bytes held, of dense")
             figures.draw_quality(row[1], found, results.arms, figures.read, "KV bytes read per token, of dense")
-            figures.draw_freed(row[2], found)
+            figures.draw_freed(row[2], found, results.arms)
             row[0].set_title(f"{found.model}: {found.label}", loc="left", fontweight="bold")
         grid[0][2].legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=3, fontsize=8)
         handles, labels = grid[0][0].get_legend_handles_labels()

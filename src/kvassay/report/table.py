@@ -174,6 +174,8 @@ def _tables(found: SetResult, arms: Mapping[str, ArmInfo], width: int) -> Iterat
                 values = [column.show(cell) for column in shown]
                 table.add_row(names[cell.arm], *values, style=_style(arms[cell.arm]))
             yield table
+        if part.note:
+            yield Text(part.note, style="dim")
 
 
 def _style(info: ArmInfo) -> str:

@@ -16,6 +16,8 @@ WHOLE, PER_HEAD = "whole_block", "per_head_tables"
 
 EXACT_TITLE = "Exact attention over what is retained"
 TRANSFORMING_TITLE = "Transforming: keys, values or logits are approximated"
+ENCODED_NOTE = "blocks count as freed when their data moved into encoded segments, whose bytes are in held"
+"""Said with the transforming arms: what they free they need again in another form."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +26,14 @@ class Part:
 
     title: str
     cells: tuple[Cell, ...]
+    note: str = ""
 
 
 def parts(found: SetResult, arms: Mapping[str, ArmInfo]) -> list[Part]:
     """Exact arms first, transforming arms apart; they are never ranked in one list."""
     exact = tuple(cell for cell in found.cells if arms[cell.arm].exact)
     other = tuple(cell for cell in found.cells if not arms[cell.arm].exact)
-    named = (Part(EXACT_TITLE, exact), Part(TRANSFORMING_TITLE, other))
+    named = (Part(EXACT_TITLE, exact), Part(TRANSFORMING_TITLE, other, ENCODED_NOTE))
     return [part for part in named if part.cells]
 
 
@@ -46,8 +49,9 @@ def caption(found: SetResult) -> str:
     """What one table is about, in one line."""
     seen = "question VISIBLE while compressing" if found.query_aware else "question not visible while compressing"
     answered = found.cells[0].samples if found.cells else 0
+    contexts = f"{found.contexts} context{'s' if found.contexts > 1 else ''}"
     return (
-        f"{found.label}: {found.contexts} contexts of {found.length} tokens, {answered} questions; "
+        f"{found.label}: {contexts} of {found.length} tokens, {answered} questions; "
         f"{seen} (query_aware = {str(found.query_aware).lower()})"
     )
 

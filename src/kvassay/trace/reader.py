@@ -260,6 +260,8 @@ def read_header(root: Path) -> tuple[TraceHeader, str]:
         header = TraceHeader.model_validate_json(text)
     except ValidationError as error:
         raise TraceError(f"{file}: {explain(error)}") from error
+    if missing := header.missing_sinks:
+        raise TraceError(f"{file}: sinks: layer {missing[0]} has attention sinks, their logits are not there")
     return header, hashlib.sha256(text).hexdigest()
 
 

@@ -128,7 +128,7 @@ class Versions(Record):
         return cls(**installed, python=platform.python_version(), **more)
 
 
-TapKind = Literal["hidden", "layer_input", "lse", "output", "k_unrotated", "k_prenorm"]
+TapKind = Literal["hidden", "layer_input", "lse", "output", "bucket", "k_unrotated", "k_prenorm"]
 
 
 class Tap(Record):
@@ -137,12 +137,22 @@ class Tap(Record):
     kind: TapKind
     """`hidden` [hidden]: residual stream entering the layer; `layer_input` [hidden]: what the q, k, v
     projections read; `lse` [q_heads], always float32: natural-log sum of exponentials of the scaled scores;
-    `output` [q_heads, v_dim]: attention output before the output projection; `k_unrotated`, `k_prenorm`
-    [kv_heads, k_dim]: keys before RoPE, before the key norm."""
+    `output` [q_heads, v_dim]: attention output before the output projection; `bucket` [q_heads, size], always
+    float32: scaled, soft-capped scores against the keys of the query's own bucket of `size` positions, column c
+    of position p being the key at `p - p % size + c`, -inf where the query does not see it; `k_unrotated`,
+    `k_prenorm` [kv_heads, k_dim]: keys before RoPE, before the key norm."""
     layer: int = Field(ge=0)
     """Layer index."""
     first: int = Field(default=0, ge=0)
     """First position with a row in the prefix; branches have all rows."""
+    size: int | None = Field(default=None, ge=1)
+    """Positions per bucket, for `bucket`; buckets are anchored at position 0."""
+
+    @model_validator(mode="after")
+    def _size_goes_with_bucket(self) -> Tap:
+        if (self.kind == "bucket") != (self.size is not None):
+            raise ValueError(f"tap kind '{self.kind}' with size={self.size}: size belongs to 'bucket', and only there")
+        return self
 
     @property
     def name(self) -> str:
@@ -224,6 +234,9 @@ class TraceHeader(Record):
     """Attention function the recorder delegated to."""
     q_from: int = Field(default=0, ge=0)
     """First position whose queries are stored; `prefix.tokens` stores none of the prefix."""
+    sinks: dict[int, tuple[float, ...]] = Field(default_factory=dict)
+    """Logit of each query head's attention sink, by layer: every layer that the layout says has sinks, no other.
+    A sink takes part in the softmax and has no value."""
     taps: tuple[Tap, ...] = ()
     """Extra evidence recorded."""
     logits: LogitsSpec | None = None
@@ -256,7 +269,16 @@ class TraceHeader(Record):
                 raise ValueError(f"tap {tap.name}: the layout has {len(self.layout.layers)} layers")
             if tap.first > self.prefix.tokens:
                 raise ValueError(f"tap {tap.name}: first {tap.first} lies beyond {self.prefix.tokens} tokens")
+        heads = {layer.index: layer.q_heads for layer in self.layout.layers if layer.sinks}
+        for index, logits in self.sinks.items():
+            if heads.get(index) != len(logits):
+                raise ValueError(f"sinks of layer {index}: {len(logits)} logits, the layout asks {heads.get(index, 0)}")
         return self
+
+    @property
+    def missing_sinks(self) -> tuple[int, ...]:
+        """Layers whose sinks have no logits yet: none, in a finished trace."""
+        return tuple(layer.index for layer in self.layout.layers if layer.sinks and layer.index not in self.sinks)
 
     @property
     def segment_names(self) -> tuple[str, ...]:

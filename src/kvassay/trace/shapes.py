@@ -17,6 +17,8 @@ from kvassay.trace.schema import PREFIX, LogitsSpec, Tap, TraceHeader
 ELEMENT_BYTES = {"F32": 4, "F16": 2, "I32": 4}
 """Bytes per element of the safetensors dtypes a trace may hold."""
 FLOAT_CODE = {"float32": "F32", "float16": "F16"}
+SCORES = ("lse", "bucket")
+"""Taps that hold logarithms of attention: float32 in every trace."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def segment_shards(header: TraceHeader, segment: str) -> Shards:
         shards[layer_shard(segment, layer.index)] = specs
     for tap in header.taps:
         rows = start + tokens - max(start, tap.first)
-        tap_code = "F32" if tap.kind == "lse" else code
+        tap_code = "F32" if tap.kind in SCORES else code
         spec = TensorSpec(tap_code, (rows, *tap_row(header.layout, tap)))
         shards[tap_shard(segment, tap.name)] = {"rows": spec}
     if header.logits is not None and segment != PREFIX:
@@ -118,6 +120,8 @@ def tap_row(layout: Layout, tap: Tap) -> tuple[int, ...]:
         return (layout.hidden_size,)
     if tap.kind == "lse":
         return (layer.q_heads,)
+    if tap.size is not None:
+        return (layer.q_heads, tap.size)
     if tap.kind == "output":
         return (layer.q_heads, value_dim(layout, layer))
     kv = owner(layout, layer).kv

@@ -11,9 +11,11 @@ import torch
 
 from kvassay.errors import TraceError
 from kvassay.trace.blocks import FOLDER, check_overlay
+from kvassay.trace.buckets import bucket_visible
 from kvassay.trace.files import sha256_file
 from kvassay.trace.reader import Trace
 from kvassay.trace.schema import HEADER_FILE
+from kvassay.trace.shapes import owner, segment_start
 
 CHUNK_ELEMENTS = 1 << 22
 """Elements looked at together when searching for values that are not finite."""
@@ -68,8 +70,21 @@ def _value_faults(trace: Trace, shard: str) -> Iterator[str]:
             low, high = int(tensor.min()), int(tensor.max())
             if low < 0 or high >= trace.layout.vocab_size:
                 yield f"token ids {low} to {high} leave the vocabulary of {trace.layout.vocab_size}"
-        elif count := _not_finite(tensor):
+        elif count := _not_finite(_meant(trace, shard, tensor)):
             yield f"'{name}' has {count} of {tensor.numel()} values that are not finite"
+
+
+def _meant(trace: Trace, shard: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The values that must be finite: all, but of a bucket only the scores of keys that the query sees."""
+    segment, file = shard.split("/")
+    name = file.removesuffix(".safetensors").removeprefix("tap_")
+    tap = next((tap for tap in trace.header.taps if tap.name == name), None)
+    if tap is None or tap.size is None:
+        return tensor
+    first = max(segment_start(trace.header, segment), tap.first)
+    layer = owner(trace.layout, trace.layer(tap.layer))
+    seen = torch.from_numpy(bucket_visible(first, len(tensor), tap.size, layer.window))
+    return tensor.transpose(0, 1)[:, seen].contiguous()
 
 
 def _not_finite(tensor: torch.Tensor) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -22,12 +22,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 
 from kvassay.errors import TraceError, did_you_mean
 from kvassay.trace.blocks import Overlay, save_overlay
 from kvassay.trace.events import Event
 from kvassay.trace.files import ShardFile, os_errors, sha256_file, sync
-from kvassay.trace.schema import HEADER_FILE, BranchEntry, LogitsSpec, ShardEntry, TraceHeader, branch_name
+from kvassay.trace.schema import HEADER_FILE, BranchEntry, LogitsSpec, ShardEntry, TraceHeader, branch_name, explain
 from kvassay.trace.shapes import layer_shard, segment_shards, tap_shard
 
 TORCH_DTYPE = {"F32": torch.float32, "F16": torch.float16, "I32": torch.int32}
@@ -147,6 +148,14 @@ class TraceWriter:
             self._segments[name] = SegmentWriter(self._root, self.header, name)
         return self._segments[name]
 
+    def set_sinks(self, sinks: Mapping[int, Sequence[float]]) -> None:
+        """Store the logits of the layers' attention sinks, which a recorder sees once the model has run."""
+        given = {index: tuple(logits) for index, logits in sinks.items()}
+        try:
+            self.header = TraceHeader.model_validate({**dict(self.header), "sinks": given})
+        except ValidationError as error:
+            raise TraceError(f"{self.path}: {explain(error)}") from error
+
     def add_overlay(self, overlay: Overlay, events: Sequence[Event] = ()) -> None:
         """Store block tables and their event log with the trace; checked against it when the block ends."""
         self._overlays.append((overlay, tuple(events)))
@@ -162,6 +171,8 @@ class TraceWriter:
             self._discard()
 
     def _commit(self) -> None:
+        if missing := self.header.missing_sinks:
+            raise TraceError(f"{self.path}: the logits of layer {missing[0]}'s attention sinks were never given")
         entries: dict[str, ShardEntry] = {}
         for segment in self._segments.values():
             for name, shard in segment.shards.items():

@@ -1,0 +1,59 @@
+"""`kvassay fidelity`: policies screened on a trace's recorded queries, without a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+
+@click.command("fidelity")
+@click.argument("trace", type=click.Path(path_type=Path), metavar="TRACE")
+@click.option("--policy", "policies", multiple=True, required=True, help="Policy with parameters; repeatable.")
+@click.option(
+    "--budget", "budgets", multiple=True, default=["keep=0.25"], show_default=True, help="Tokens kept; repeatable."
+)
+@click.option("--sink", default=4, show_default=True, type=click.IntRange(0), help="First tokens never evicted.")
+@click.option("--recent", default=32, show_default=True, type=click.IntRange(0), help="Last tokens never evicted.")
+@click.option("--block-size", default=16, show_default=True, type=click.IntRange(1), help="Tokens per block.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Seed of random policies.")
+@click.option("--alone", is_flag=True, help="Leave out the yardsticks (dense, random, recency, hindsight, ...).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON with every branch and layer instead of a table.")
+def fidelity(
+    trace: Path,
+    policies: tuple[str, ...],
+    budgets: tuple[str, ...],
+    sink: int,
+    recent: int,
+    block_size: int,
+    seed: int,
+    alone: bool,
+    as_json: bool,
+) -> None:
+    """Screen policies on TRACE, a recorded trace folder: attention-output error and retained mass.
+
+    Needs no model and no second of decoding, and says nothing about answers: a policy that fails here is not worth
+    a run, one that passes still has to be run. Policies that decide again at every step are listed as not replayed.
+    """
+    from rich.console import Console
+
+    from kvassay.experiment.screen import screen_trace
+    from kvassay.policy.budget import Protection
+    from kvassay.replay.protocol import Protocol
+    from kvassay.report.fidelity import fidelity_data, fidelity_tables
+
+    with Console(stderr=True).status("open") as status:
+        found = screen_trace(
+            trace,
+            policies,
+            budgets,
+            protection=Protection(sink, recent),
+            protocol=Protocol(block_size=block_size, seed=seed),
+            yardsticks=not alone,
+            progress=status.update,
+        )
+    if as_json:
+        click.echo(json.dumps(fidelity_data(found), indent=1))
+    else:
+        Console().print(fidelity_tables(found))

@@ -1,0 +1,74 @@
+"""Screening one trace in the open loop: the policies asked for, beside the yardsticks that always run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvassay.measure.fidelity import ArmFidelity, screen
+from kvassay.measure.result import LayerFidelity
+from kvassay.policy.budget import Budget, Protection
+from kvassay.policy.registry import parse
+from kvassay.replay.arms import Arm, always_on, grid
+from kvassay.replay.open import covers, open_loop, output_errors
+from kvassay.replay.protocol import Protocol
+from kvassay.trace.reader import Trace
+
+TOKEN_UNITS = ("keep_tokens", "read_tokens")
+
+
+@dataclass(frozen=True)
+class Screening:
+    """What the open loop says of one trace."""
+
+    trace: Trace
+    arms: tuple[Arm, ...]
+    """The arms replayed, yardsticks first."""
+    lines: tuple[ArmFidelity, ...]
+    """One line per arm, in the same order."""
+    rows: tuple[LayerFidelity, ...]
+    """One row per branch, arm and layer."""
+    skipped: dict[str, str]
+    """Arms that take the closed loop: label and reason."""
+    reproduced: float | None
+    """Largest deviation of dense from the recorded attention output, as a part of its peak, over all layers; None if
+    no `output` tap was recorded."""
+
+
+def screen_trace(
+    path: str | Path,
+    policies: Sequence[str],
+    budgets: Sequence[str],
+    *,
+    protection: Protection,
+    protocol: Protocol,
+    yardsticks: bool = True,
+    progress: Callable[[str], None] = lambda message: None,
+) -> Screening:
+    """Replay `policies` at `budgets` over the trace at `path`; `KvassayError` for whatever does not fit.
+
+    Arms that the open loop does not cover are listed, not refused. `yardsticks` adds the arms that always run.
+    """
+    trace = Trace.open(path)
+    wanted = _arms(policies, [Budget.parse(text) for text in budgets], protection, yardsticks)
+    reasons = {arm.label: covers(arm.policy, arm.prefill) for arm in wanted}
+    arms = tuple(arm for arm in wanted if reasons[arm.label] is None)
+    rows = open_loop(trace, arms, protocol, progress)
+    progress("compare dense with the recorded output")
+    errors = [found.error for found in output_errors(trace, protocol)]
+    return Screening(
+        trace,
+        arms,
+        tuple(screen(rows)),
+        tuple(rows),
+        {label: reason for label, reason in reasons.items() if reason is not None},
+        max(errors) if errors else None,
+    )
+
+
+def _arms(policies: Sequence[str], budgets: Sequence[Budget], protection: Protection, yardsticks: bool) -> list[Arm]:
+    tokens = [Budget("keep_tokens", budget.amount) for budget in budgets if budget.unit in TOKEN_UNITS]
+    shared = [arm for arm in always_on(tokens, protection) if not arm.again] if yardsticks else []
+    own = [arm for text in policies for arm in grid([parse(text)], budgets, protection)]
+    return list({arm.label: arm for arm in (*shared, *own)}.values())

@@ -1,0 +1,108 @@
+"""Attention fidelity: how far an arm's attention output is from dense's, and what share of the mass it may read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvassay.cache.data import Stored
+from kvassay.measure.result import LayerFidelity
+
+
+@dataclass
+class Deviation:
+    """Sums over queries of one layer, in double precision."""
+
+    squared_error: float = 0.0
+    squared_norm: float = 0.0
+    mass: float = 0.0
+    rows: int = 0
+
+    def add(self, mine: Tensor, dense: Tensor, share: Tensor) -> None:
+        """Outputs [q_heads, queries, v_dim] of arm and dense, and the arm's share of the mass [q_heads, queries]."""
+        self.squared_error += float((mine.double() - dense.double()).square().sum())
+        self.squared_norm += float(dense.double().square().sum())
+        self.mass += float(share.double().sum())
+        self.rows += share.numel()
+
+    @property
+    def output_error(self) -> float:
+        """||arm - dense|| / ||dense|| over all queries and heads; an error where dense is 0 is infinite."""
+        if self.squared_error == 0.0:
+            return 0.0
+        return math.sqrt(self.squared_error / self.squared_norm) if self.squared_norm else math.inf
+
+    @property
+    def retained_mass(self) -> float:
+        """Mean share of dense's mass, in [0, 1]."""
+        return self.mass / self.rows
+
+
+def retained_share(weights: Tensor, dense: Stored, data: Stored, seen: Tensor) -> Tensor:
+    """Per query, the share of dense's attention mass that lies on tokens the arm reads: [q_heads, queries].
+
+    weights: [q_heads, queries, tokens] of dense over `dense`, whose tokens have consecutive positions
+    seen: bool [kv_heads or q_heads, queries, n], what the arm reads of `data`
+    A sink's mass belongs to no token and is left out of both.
+    """
+    kv_heads, n = data.positions.shape
+    q_heads, queries, tokens = weights.shape
+    grouped = weights.view(kv_heads, q_heads // kv_heads, queries, tokens)
+    column = (data.positions - dense.positions[:, :1]).clamp(min=0)
+    at = torch.gather(grouped, -1, column[:, None, None].expand(*grouped.shape[:3], n))
+    kept = (at * seen.view(kv_heads, -1, queries, n)).sum(-1)
+    return (kept / grouped.sum(-1)).view(q_heads, queries)
+
+
+@dataclass(frozen=True)
+class ArmFidelity:
+    """One arm over all branches of a trace, and over the layers it may act on."""
+
+    arm: str
+    layers: int
+    """How many layers it may act on."""
+    output_error: float
+    """Mean over layers and branches of `LayerFidelity.output_error`; lower is better."""
+    worst_error: float
+    """The largest of the layers' means over branches."""
+    worst_layer: int
+    """The layer of `worst_error`."""
+    retained_mass: float
+    """Mean over layers and branches of `LayerFidelity.retained_mass`; higher is better."""
+    least_mass: float
+    """The smallest of the layers' means over branches."""
+    least_layer: int
+    """The layer of `least_mass`."""
+
+
+def screen(rows: Iterable[LayerFidelity]) -> list[ArmFidelity]:
+    """One line per arm, in order of appearance; layers that an arm may not act on are left out."""
+    found: dict[str, dict[int, list[LayerFidelity]]] = {}
+    for row in rows:
+        if row.in_scope:
+            found.setdefault(row.arm, {}).setdefault(row.layer, []).append(row)
+    return [_line(arm, layers) for arm, layers in found.items()]
+
+
+def _line(arm: str, layers: dict[int, list[LayerFidelity]]) -> ArmFidelity:
+    errors = {layer: _mean([row.output_error for row in rows]) for layer, rows in layers.items()}
+    masses = {layer: _mean([row.retained_mass for row in rows]) for layer, rows in layers.items()}
+    worst, least = max(errors, key=lambda x: errors[x]), min(masses, key=lambda x: masses[x])
+    return ArmFidelity(
+        arm,
+        len(layers),
+        _mean(list(errors.values())),
+        errors[worst],
+        worst,
+        _mean(list(masses.values())),
+        masses[least],
+        least,
+    )
+
+
+def _mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values)

@@ -1,0 +1,122 @@
+"""Calibration: the context of another trace, which policies that learn offline are fitted on before a replay."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvassay.cache.data import LayerData
+from kvassay.errors import PolicyError
+from kvassay.policy.base import Artefact, Policy
+from kvassay.policy.budget import Protection
+from kvassay.policy.card import Evidence, When
+from kvassay.policy.views import LayerView, Meter
+from kvassay.replay.evidence import after_prefill, recorded_queries, sinks_of
+from kvassay.replay.lane import scope_of
+from kvassay.trace.reader import Segment, Trace
+
+SHARED_RUN = 64
+"""Tokens in a row that two texts may not share: longer than a chat template's opening or an instruction."""
+
+Ids = NDArray[np.signedinteger[Any]]
+
+
+class TraceCalibration:
+    """The layers of a trace's context in a policy's scope, with the evidence that its card declares.
+
+    sha256: of the context's token ids, int32 little-endian
+    """
+
+    def __init__(self, trace: Trace, policy: Policy) -> None:
+        self.trace, self.policy = trace, policy
+        self.sha256 = hashlib.sha256(_ids(trace.prefix).astype("<i4").tobytes()).hexdigest()
+
+    def layers(self) -> Iterator[tuple[int, LayerView]]:
+        """Each layer's view over the calibration tokens, one at a time."""
+        for index in sorted(scope_of(self.trace.layout, self.policy)):
+            yield index, self._view(index)
+
+    def _view(self, index: int) -> LayerView:
+        layout, prefix = self.trace.layout, self.trace.prefix
+        taps = after_prefill(self.trace).rows
+        return LayerView(
+            layout.layers[index],
+            self.policy.card,
+            lambda: LayerData.dense(_heads_first(prefix.k(index)), _heads_first(prefix.v(index))),
+            length=prefix.tokens,
+            protection=Protection(0, 0),
+            meter=Meter(layout.element_bytes),
+            queries={Evidence.QUERIES: lambda: recorded_queries(prefix, index)},
+            rows=taps(index) if taps is not None else None,
+            sinks=sinks_of(self.trace).get(index),
+        )
+
+
+def fit_offline(policies: Sequence[Policy], trace: Trace, calibration: Trace | None) -> dict[str, Artefact]:
+    """Fit every policy that learns offline, once each; returns the artefacts by the policy's label.
+
+    Raises `PolicyError` if one needs a calibration and there is none, or if it is of another model or not
+    disjoint from the trace under test.
+    """
+    offline = {policy.label: policy for policy in policies if When.OFFLINE in policy.card.when}
+    if not offline:
+        return {}
+    if calibration is None:
+        raise PolicyError(
+            f"{', '.join(sorted(offline))}: learns offline, so a calibration trace of other text is needed"
+        )
+    check_disjoint(trace, calibration)
+    return {label: policy.fit(TraceCalibration(calibration, policy)) for label, policy in offline.items()}
+
+
+def check_disjoint(trace: Trace, calibration: Trace) -> None:
+    """Raise `PolicyError` unless the two traces are of one model and of different text.
+
+    Different: not of one recipe, and no `SHARED_RUN` tokens in a row of the calibration's context are in the
+    test's context, questions or answers (nor all of a shorter calibration).
+    """
+    place = f"{calibration.path}: cannot calibrate for {trace.path.name}"
+    mine, theirs = trace.header.model, calibration.header.model
+    if mine.weights_sha256 != theirs.weights_sha256:
+        raise PolicyError(
+            f"{place}: it is of {theirs.name} (weights {str(theirs.weights_sha256)[:12]}), "
+            f"not of {mine.name} ({str(mine.weights_sha256)[:12]})"
+        )
+    recipe = trace.header.recipe
+    if recipe == calibration.header.recipe:
+        raise PolicyError(f"{place}: both hold the text of '{recipe.name}', seed {recipe.seed}, index {recipe.index}")
+    width = min(SHARED_RUN, calibration.prefix.tokens)
+    known = {row.tobytes() for row in _runs(_ids(calibration.prefix), width)}
+    for start, text in _texts(trace):
+        for at, row in enumerate(_runs(text, width)):
+            if row.tobytes() in known:
+                raise PolicyError(f"{place}: tokens {start + at} to {start + at + width - 1} of the test are in it")
+
+
+def _texts(trace: Trace) -> Iterator[tuple[int, Ids]]:
+    """Every text under test with its first position; a branch is read on from the end of the context."""
+    context = _ids(trace.prefix)
+    yield 0, context
+    tail = context[-(SHARED_RUN - 1) :]
+    for branch in trace.branches:
+        yield len(context) - len(tail), np.concatenate([tail, _ids(branch)])
+
+
+def _runs(ids: Ids, width: int) -> Ids:
+    """Every `width` tokens in a row: [runs, width]."""
+    if len(ids) < width:
+        return np.empty((0, width), dtype=ids.dtype)
+    return np.lib.stride_tricks.sliding_window_view(ids, width)
+
+
+def _ids(segment: Segment) -> Ids:
+    return np.asarray(segment.token_ids.numpy(), dtype=np.int32)
+
+
+def _heads_first(rows: Tensor) -> Tensor:
+    return rows.transpose(0, 1).float()

@@ -1,0 +1,52 @@
+"""What a trace offers policies beside the cache itself: recorded queries, taps, and the logits of sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from kvassay.policy.card import TAPS, Evidence
+from kvassay.policy.views import Queries, Rows
+from kvassay.replay.asking import Evidences
+from kvassay.trace.reader import Segment, Trace
+from kvassay.trace.schema import Tap
+
+
+def after_prefill(trace: Trace) -> Evidences:
+    """What policies may be shown when the context is compressed; `future` goes to the hindsight reference alone."""
+    return Evidences(
+        recent=lambda layer: recorded_queries(trace.prefix, layer),
+        future=lambda layer: _future(trace, layer),
+        rows=lambda layer: _taps(trace, layer),
+    )
+
+
+def recorded_queries(segment: Segment, layer: int) -> Queries:
+    """The stored queries of a segment: float32 [q_heads, rows, k_dim]."""
+    q = segment.q(layer).transpose(0, 1).float()
+    return Queries(q, torch.arange(segment.q_start, segment.q_start + q.shape[1]))
+
+
+def sinks_of(trace: Trace) -> dict[int, Tensor]:
+    """Logit of each query head's attention sink, float32 [q_heads], per layer that has sinks."""
+    return {layer: torch.tensor(logits) for layer, logits in trace.header.sinks.items()}
+
+
+def _future(trace: Trace, layer: int) -> Queries:
+    parts = [recorded_queries(branch, layer) for branch in trace.branches]
+    return Queries(torch.cat([p.q for p in parts], 1), torch.cat([p.positions for p in parts]))
+
+
+def _taps(trace: Trace, layer: int) -> Mapping[Evidence, Callable[[], Rows]]:
+    held = {tap.kind: tap for tap in trace.header.taps if tap.layer == layer}
+    return {evidence: _rows(trace.prefix, held[kind]) for evidence, kind in TAPS.items() if kind in held}
+
+
+def _rows(segment: Segment, tap: Tap) -> Callable[[], Rows]:
+    def read() -> Rows:
+        values = segment.tap(tap.name).float()
+        return Rows(values, torch.arange(tap.first, tap.first + len(values)))
+
+    return read

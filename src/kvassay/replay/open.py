@@ -1,0 +1,275 @@
+"""The open loop: policies screened on a trace's own queries, without a model.
+
+    1. per arm, one layer of the context after another is shown to the policy; then it decides once for all layers
+    2. layer by layer, every arm's edits are carried out in a paged cache of that layer, and the recorded queries
+       of each branch attend to what is retained and to the branch's own recorded keys and values
+
+Each output is compared with dense attention of the same queries, so errors do not propagate from layer to layer
+or from token to token. Cache, edits and policies' questions are those of the closed loop. Memory holds one layer
+of the context, and what an arm's decision says of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvassay.cache.data import LayerData, Stored
+from kvassay.cache.edits import Decision
+from kvassay.cache.ops import group_specs
+from kvassay.errors import ExperimentError, PolicyError
+from kvassay.kernels.reference import attend, attention_weights, visible
+from kvassay.measure.fidelity import Deviation, retained_share
+from kvassay.measure.result import LayerFidelity
+from kvassay.policy.base import Memory, Policy
+from kvassay.policy.budget import Allowance
+from kvassay.policy.card import Prefill, When
+from kvassay.policy.views import CacheView, LayerView, Meter
+from kvassay.replay import asking
+from kvassay.replay.arms import Arm
+from kvassay.replay.evidence import after_prefill, sinks_of
+from kvassay.replay.lane import Lane, scope_of
+from kvassay.replay.protocol import Protocol
+from kvassay.replay.stage import Stage
+from kvassay.trace.reader import Branch, Segment, Trace
+
+Progress = Callable[[str], None]
+DEFAULT_PROTOCOL = Protocol()
+ELEMENTS = 1 << 24
+"""Attention weights [q_heads, queries, tokens] looked at together: more queries than that go in several chunks."""
+
+
+def covers(policy: Policy, prefill: Prefill = Prefill.SHARED_DENSE) -> str | None:
+    """Why the open loop cannot replay this policy, or None if it can."""
+    late = policy.card.when & {When.EVERY_STEP, When.EVERY_N}
+    if policy.writes_decide and late:
+        return f"decides over all layers again while decoding ({', '.join(sorted(late))}); one layer is held at a time"
+    if policy.writes_observe:
+        return "carries state from step to step over all layers; one layer is held at a time"
+    if When.OFFLINE in policy.card.when:
+        return "needs an artefact fitted offline, which no replay of a trace alone can give it"
+    if prefill is Prefill.OWN:
+        return "prefills with the policy in the loop, which takes the model"
+    return None
+
+
+def open_loop(
+    trace: Trace,
+    arms: Sequence[Arm],
+    protocol: Protocol = DEFAULT_PROTOCOL,
+    progress: Progress = lambda message: None,
+) -> list[LayerFidelity]:
+    """Screen arms on one trace; one row per (branch, arm, layer), in that order.
+
+    Raises `PolicyError` for an arm that `covers` says no to, `ExperimentError` if the trace has no branches,
+    and whatever the policies' evidence and budgets raise in the closed loop.
+    """
+    for arm in arms:
+        if reason := covers(arm.policy, arm.prefill):
+            raise PolicyError(
+                f"arm '{arm.label}' cannot run in the open loop: its policy {reason}; use the closed loop"
+            )
+    if not trace.branches:
+        raise ExperimentError(f"{trace.path}: has no branches, so there are no queries to replay")
+    return _OpenLoop(trace, protocol).run(arms, progress)
+
+
+class OutputError(NamedTuple):
+    """How well dense attention from the trace reproduces what the model's own attention gave."""
+
+    segment: str
+    """`prefix` or `branch_000`, ..."""
+    layer: int
+    error: float
+    """Largest deviation / largest magnitude of the recorded output of that layer and segment."""
+
+
+def output_errors(trace: Trace, protocol: Protocol = DEFAULT_PROTOCOL) -> list[OutputError]:
+    """Replay dense against the recorded `output` taps: every layer and segment that has one."""
+    taps = {tap.layer: tap for tap in trace.header.taps if tap.kind == "output"}
+    loop, found = _OpenLoop(trace, protocol), []
+    for owner in trace.layout.storing:
+        stage = loop.stage(owner.index)
+        for reader in (layer for layer in stage.readers if layer in taps):
+            for segment in trace.segments:
+                first = max(segment.q_start, taps[reader].first, segment.start)
+                if first < segment.start + segment.tokens:
+                    recorded = segment.tap(taps[reader].name).transpose(0, 1).float()
+                    worst = max(loop.recorded_deviations(stage, reader, segment, first, recorded))
+                    found.append(OutputError(segment.name, reader, worst / float(recorded.abs().max())))
+    return sorted(found)
+
+
+@dataclass
+class _Run:
+    """One arm's policy at work, and what it decided for all layers."""
+
+    arm: Arm
+    allowance: Allowance
+    memory: Memory
+    scope: frozenset[int]
+    decision: Decision = field(default_factory=Decision)
+
+
+class _OpenLoop:
+    """One trace under way, of which one layer is in memory."""
+
+    def __init__(self, trace: Trace, protocol: Protocol) -> None:
+        self.trace, self.protocol = trace, protocol
+        groups = group_specs(trace.layout, protocol.block_size)
+        self.group_of = {layer: group for group in groups for layer in group.layers}
+        self.sinks = sinks_of(trace)
+        self._stage: Stage | None = None
+
+    def run(self, arms: Sequence[Arm], progress: Progress) -> list[LayerFidelity]:
+        """All arms over all layers."""
+        runs = []
+        for arm in arms:
+            progress(f"decide {arm.label}")
+            runs.append(self._decided(arm))
+        rows: list[tuple[int, LayerFidelity]] = []
+        storing = self.trace.layout.storing
+        for number, owner in enumerate(storing):
+            progress(f"layer {number + 1}/{len(storing)}")
+            stage = self.stage(owner.index)
+            for order, run in enumerate(runs):
+                rows += [(order, row) for row in self._compared(stage, run)]
+        return [row for _, row in sorted(rows, key=lambda x: (x[1].branch, x[0], x[1].layer))]
+
+    def stage(self, layer: int) -> Stage:
+        """The layer in memory, in place of the one that was."""
+        if self._stage is None or self._stage.layer != layer:
+            self._stage = None
+            self._stage = Stage(self.trace, self.group_of[layer], layer)
+        return self._stage
+
+    # -- first pass: decide ---------------------------------------------------------------------------
+
+    def _decided(self, arm: Arm) -> _Run:
+        policy, layout = arm.policy, self.trace.layout
+        run = _Run(
+            arm,
+            Allowance.resolve(arm.budget, self.trace.prefix.tokens, arm.protection),
+            Memory(rng=torch.Generator().manual_seed(self.protocol.seed)),
+            scope_of(layout, policy),
+        )
+        if policy.writes_decide and When.AFTER_PREFILL in policy.card.when:
+            shown = self._shown(run)
+            run.decision = asking.propose(policy, shown, run.memory, run.allowance)
+        return run
+
+    def _shown(self, run: _Run) -> CacheView:
+        """All layers the policy may act on, as after prefill; touching one puts it in the place of another."""
+        context, evidence = self.trace.prefix.tokens, after_prefill(self.trace)
+        meter, views = Meter(self.trace.layout.element_bytes), dict[int, LayerView]()
+        for layer in sorted(run.scope):
+            bare = Stage(self.trace, self.group_of[layer], layer, fill=False)
+            load = partial(self._load, views, layer)
+            views[layer] = asking.view(self._lane(bare, run), layer, meter, evidence, load)
+        return CacheView(views, context, context)
+
+    def _load(self, views: dict[int, LayerView], layer: int) -> LayerData:
+        for other, view in views.items():
+            if other != layer:
+                view.forget()
+        stage = self.stage(layer)
+        return stage.cache.layer(stage.dense, layer)
+
+    def _lane(self, stage: Stage, run: _Run) -> Lane:
+        seq = stage.cache.fork(stage.dense)
+        return Lane(run.arm, seq, stage.cache, run.allowance, run.memory, run.scope, self.sinks)
+
+    # -- second pass: attend --------------------------------------------------------------------------
+
+    def _compared(self, stage: Stage, run: _Run) -> Iterator[LayerFidelity]:
+        """Rows of one arm in one layer and in those that read its cache."""
+        lane = self._lane(stage, run)
+        mine = {index: edits for index, edits in run.decision.edits.items() if index == stage.layer}
+        asking.apply(lane, replace(run.decision, edits=mine))
+        asking.summarize(lane)
+        for number, branch in enumerate(self.trace.branches):
+            for reader, deviation in self._asked(stage, lane.fork(), branch).items():
+                yield LayerFidelity(
+                    trace=self.trace.path.name,
+                    workload=self.trace.header.recipe.name,
+                    branch=number,
+                    arm=run.arm.label,
+                    layer=reader,
+                    in_scope=stage.layer in run.scope,
+                    output_error=deviation.output_error,
+                    retained_mass=deviation.retained_mass,
+                )
+        lane.free()
+
+    def _asked(self, stage: Stage, lane: Lane, branch: Branch) -> dict[int, Deviation]:
+        """The branch's recorded queries under the arm and under dense, side by side; frees the lane."""
+        found = {reader: Deviation() for reader in stage.readers}
+        dense = stage.cache.fork(stage.dense)
+        size = 1 if lane.stepwise else self._chunk(stage)
+        for first in range(0, branch.tokens, size):
+            count = min(size, branch.tokens - first)
+            stage.append(dense, branch, first, count)
+            stage.append(lane.seq, branch, first, count, lane.reuse)
+            lane.reuse = None
+            for reader, deviation in found.items():
+                q = branch.q(reader)[first : first + count].transpose(0, 1).float()
+                self._compare(stage, lane, dense, reader, q, branch.start + first, deviation)
+            asking.summarize(lane)
+        stage.cache.free(dense)
+        lane.free()
+        return found
+
+    def _compare(
+        self, stage: Stage, lane: Lane, dense: int, reader: int, q: Tensor, start: int, deviation: Deviation
+    ) -> None:
+        """Queries [q_heads, n, k_dim] of positions from `start` on, the newest of both sequences."""
+        positions = torch.arange(start, start + q.shape[1])
+        chosen, _, data = asking.select(lane, stage.layer, q)
+        data = data or stage.cache.stored(lane.seq, stage.layer, q.shape[1])
+        seen = asking.seen(lane, reader, data, positions, chosen)
+        base = stage.cache.stored(dense, stage.layer, q.shape[1])
+        everything = self._everything(reader, base, positions)
+        layer, sinks = self.trace.layout.layers[reader], self.sinks.get(reader)
+        weights = attention_weights(q, base, everything, scale=layer.scale, softcap=layer.softcap, sinks=sinks)
+        deviation.add(
+            attend(q, data, seen, scale=layer.scale, softcap=layer.softcap, sinks=sinks),
+            attend(q, base, everything, scale=layer.scale, softcap=layer.softcap, sinks=sinks),
+            retained_share(weights, base, data, seen),
+        )
+
+    def _everything(self, reader: int, data: Stored, positions: Tensor) -> Tensor:
+        layout = self.trace.layout
+        return visible(data, positions, layout.layers[reader].q_heads, window=layout.source(reader).window)
+
+    def _chunk(self, stage: Stage) -> int:
+        """Queries whose attention weights fit into `ELEMENTS`."""
+        layers = self.trace.layout.layers
+        longest = self.trace.prefix.tokens + max((branch.tokens for branch in self.trace.branches), default=0)
+        return max(1, ELEMENTS // (longest * max(layers[reader].q_heads for reader in stage.readers)))
+
+    # -- dense against the model's own attention --------------------------------------------------------
+
+    def recorded_deviations(
+        self, stage: Stage, reader: int, segment: Segment, first: int, recorded: Tensor
+    ) -> Iterator[float]:
+        """Largest deviation of dense from `recorded` [q_heads, rows, v_dim], which ends with the segment, by chunk."""
+        layer, end = self.trace.layout.layers[reader], segment.start + segment.tokens
+        seq = stage.cache.fork(stage.dense)
+        if isinstance(segment, Branch):
+            stage.append(seq, segment, 0, segment.tokens)
+        for at in range(first, end, size := self._chunk(stage)):
+            count = min(size, end - at)
+            q = segment.q(reader, at)[:count].transpose(0, 1).float()
+            positions = torch.arange(at, at + count)
+            data = stage.cache.stored(seq, stage.layer, end - at)
+            seen = self._everything(reader, data, positions)
+            sinks = self.sinks.get(reader)
+            out = attend(q, data, seen, scale=layer.scale, softcap=layer.softcap, sinks=sinks)
+            row = at - (end - recorded.shape[1])
+            yield float((out - recorded[:, row : row + count]).abs().max())
+        stage.cache.free(seq)

@@ -1,0 +1,39 @@
+"""`kvassay try` from the options to the table, on a tiny random model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvassay.cli.main import cli
+from kvassay.errors import ExperimentError
+from tests.experiment.test_code import PLUGIN
+from tests.experiment.tiny import save_tiny_model
+
+OPTIONS = ["--context", "768", "--contexts", "1", "--questions", "1", "--budget", "keep=0.5"]
+
+
+def test_a_policy_of_ones_own_beside_the_arms_that_always_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_tiny_model(tmp_path / "tiny-llama")
+    (tmp_path / "mine.py").write_text(PLUGIN.format(factor="1.0"), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli, ["try", str(model), "mine.py:Mine", *OPTIONS], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    rows = [line.split()[0] for line in result.stdout.splitlines() if "/48 " in line]
+    assert rows[0] == "dense" and "mine" in rows and "random" in rows
+    assert rows.index("mine") < rows.index("fp8")
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("try-tiny-llama-mine.py-Mine-")
+    again = CliRunner().invoke(cli, ["try", str(model), "mine.py:Mine", *OPTIONS], catch_exceptions=False)
+    assert "done before" in again.stderr
+
+
+def test_a_wrong_policy_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ExperimentError, match=r"^kvassay try: \[arms\] policies: unknown policy 'snapvk' \(did you mean"
+    ):
+        CliRunner().invoke(cli, ["try", "smollm2-135m", "snapvk"], catch_exceptions=False)
+    assert list(tmp_path.iterdir()) == []

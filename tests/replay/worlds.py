@@ -1,0 +1,70 @@
+"""Tiny random models with a recorded trace each, and the same model in float64 for the oracle."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvassay.layout.config import from_config
+from kvassay.record.load import LoadedModel, ModelIdentity
+from kvassay.record.options import RecordOptions
+from kvassay.record.transformers import record_sample
+from kvassay.trace.reader import Trace
+from kvassay.workload.sample import Branch, Sample
+from tests.record import tiny
+
+S, F = "sliding_attention", "full_attention"
+HYBRID = {"layer_types": [S, F, S, S, F, S], "num_hidden_layers": 6, "sliding_window": 24}
+QUESTION, ANSWER = 6, 20
+
+
+class Words:
+    """A tokenizer as far as a replay needs one."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return " ".join(map(str, ids))
+
+
+@dataclass(frozen=True)
+class World:
+    """A model, the same one in float64, and what was recorded of it."""
+
+    loaded: LoadedModel
+    exact: Any
+    trace: Trace
+    calibration: Trace
+    """Of another text."""
+    folder: Path
+
+    def record(self, name: str, sample: Sample, chunk: int = 64) -> Trace:
+        """Another recording of this model."""
+        options = RecordOptions(prefill_chunk=chunk, q_tail=64, logits="full")
+        silent = LoadedModel(self.loaded.model, None, self.loaded.layout, self.loaded.identity)
+        return record_sample(silent, sample, self.folder / name, options)
+
+
+def sample(context: int, index: int, answer: int = ANSWER) -> Sample:
+    """Random tokens: a context and two branches."""
+    ids = tiny.token_ids(context + 2 * (QUESTION + answer), seed=100 + index)
+    branches = []
+    for first in (context, context + QUESTION + answer):
+        middle = first + QUESTION
+        question, gold = tuple(ids[first:middle]), tuple(ids[middle : middle + answer])
+        branches.append(Branch(question, gold, "question", "answer", tuple(range(answer)), 0.5))
+    return Sample("needle_multikey", 0, index, tuple(ids[:context]), tuple(branches), False)
+
+
+def make(folder: Path, family: str, context: int, **changes: Any) -> World:
+    """Build a model and record it."""
+    model = tiny.build(family, **changes)
+    kv_heads = model.config.num_key_value_heads
+    identity = ModelIdentity(f"tiny-{family}-{kv_heads}", "folder", str(kv_heads) * 64, "1" * 64)
+    loaded = LoadedModel(model, Words(), from_config(model.config), identity)
+    exact = copy.deepcopy(model).double()
+    unrecorded = World(loaded, exact, None, None, folder)  # type: ignore[arg-type]
+    trace = unrecorded.record("trace", sample(context, 0))
+    calibration = unrecorded.record("calibration", sample(200, 1, answer=1))
+    return World(loaded, exact, trace, calibration, folder)
