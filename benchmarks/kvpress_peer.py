@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -82,7 +83,7 @@ class SharedPrefill:
 def kept_positions(full, cache):
     """Positions of surviving keys [layer][kv_head], by exact match of rows of the same run."""
     out = []
-    for a, b in zip(full.layers, cache.layers):
+    for a, b in zip(full.layers, cache.layers, strict=True):
         heads = []
         for h in range(a.keys.shape[1]):
             have = {row.numpy().tobytes(): i for i, row in enumerate(a.keys[0, h])}
@@ -92,7 +93,7 @@ def kept_positions(full, cache):
 
 
 def main():
-    job = json.load(open(sys.argv[1]))
+    job = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(job["threads"])
     transformers.utils.logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32, attn_implementation="sdpa").eval()
@@ -126,7 +127,7 @@ def main():
             for layer in cache.layers:
                 layer.kept = layer.keys.shape[2] - (len(tokens) - 1)
             result["cells"][label].update(nll=nll, kept=kept_positions(full, cache))
-    json.dump(result, open(sys.argv[2], "w"))
+    Path(sys.argv[2]).write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ import tempfile
 import time
 from pathlib import Path
 
-import kvassay  # sets OMP_WAIT_POLICY before torch
 import numpy as np
 import torch
 
+import kvassay  # sets OMP_WAIT_POLICY before torch
 from kvassay.policy.budget import Budget, Protection
 from kvassay.policy.registry import make
 from kvassay.record.load import load
@@ -83,7 +83,8 @@ def run_peer(folder: Path, options, ids: list[int]) -> dict:
 
 
 def run_ours(folder: Path, loaded, ids: list[int]) -> dict:
-    branch = Branch(tuple(ids[CONTEXT : CONTEXT + 1]), tuple(ids[CONTEXT + 1 :]), "", "prose", tuple(range(CONTINUATION - 1)), 1.0)
+    question, answer = tuple(ids[CONTEXT : CONTEXT + 1]), tuple(ids[CONTEXT + 1 :])
+    branch = Branch(question, answer, "", "prose", tuple(range(len(answer))), 1.0)
     sample = Sample("prose", 0, 0, tuple(ids[:CONTEXT]), (branch,), False)
     arms = [
         Arm(make("dense"), None, NO_PROTECTION),
@@ -118,7 +119,8 @@ def report(rounds: list[tuple[dict, dict]]) -> None:
     def median(f):
         return float(np.median([f(p, o) for p, o in rounds]))
 
-    print(f"kvpress {peer['kvpress']} (transformers {peer['transformers']}), kvassay {kvassay.__version__}, {cells} cells")
+    versions = f"kvpress {peer['kvpress']} (transformers {peer['transformers']}), kvassay {kvassay.__version__}"
+    print(f"{versions}, {cells} cells")
     print(f"{'cell':24s} {'kept alike':>10s} {'NLL kvpress':>12s} {'NLL kvassay':>12s}   (nats/token, lower is better)")
     for label, cell in peer["cells"].items():
         mine = ours["kept"][label]
@@ -133,8 +135,8 @@ def report(rounds: list[tuple[dict, dict]]) -> None:
     used = median(lambda p, o: p["as_used_s"] / (o["record_s"] + o["replay_s"]))
     shared = median(lambda p, o: p["shared_cells_s"] / o["replay_s"])
     print(
-        f"\nwall seconds, {len(rounds)} round(s), last shown: kvpress as used {peer['as_used_s']:.1f}; with one shared prefill "
-        f"{peer['shared_prefill_s']:.1f} + {peer['shared_cells_s']:.1f}; kvassay {ours['record_s']:.1f} (record) + "
+        f"\nwall seconds, {len(rounds)} round(s), last shown: kvpress as used {peer['as_used_s']:.1f}; with one shared "
+        f"prefill {peer['shared_prefill_s']:.1f} + {peer['shared_cells_s']:.1f}; kvassay {ours['record_s']:.1f} (record) + "
         f"{ours['replay_s']:.1f} (replay, dense arm included)"
     )
     print(f"kvpress as used / kvassay                        : {used:.1f}x  (higher is better for kvassay)")

@@ -11,7 +11,6 @@ import click
 from kvassay.cli.params import TokenCount
 from kvassay.errors import RecordError
 
-
 TAPS = {
     "output": "attention output",
     "lse": "row log-sum-exp",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvassay.errors import PolicyError
 from kvassay.measure.fidelity import ArmFidelity, screen
 from kvassay.measure.result import LayerFidelity
 from kvassay.policy.budget import Budget, Protection
@@ -54,6 +55,8 @@ def screen_trace(
     wanted = _arms(policies, [Budget.parse(text) for text in budgets], protection, yardsticks)
     reasons = {arm.label: covers(arm.policy, arm.prefill) for arm in wanted}
     arms = tuple(arm for arm in wanted if reasons[arm.label] is None)
+    if not arms:
+        raise PolicyError("; ".join(f"arm '{label}' {reason}" for label, reason in reasons.items()))
     rows = open_loop(trace, arms, protocol, progress)
     progress("compare dense with the recorded output")
     errors = [found.error for found in output_errors(trace, protocol)]

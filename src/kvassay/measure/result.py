@@ -68,8 +68,9 @@ class BranchResult:
     """Blocks the context holds before compression in the shared tables of the KV cache groups that no window
     bounds (as vLLM plans them); window-bounded groups hold a bounded number beside, which no policy here frees."""
     blocks_freed: dict[str, float] = field(default_factory=dict)
-    """Blocks freed after compressing the context, as sole owner, by reclaim mode (`RECLAIM_MODES`); finer
-    modes are given as the equivalent number of shared-table blocks. Higher is better."""
+    """Blocks freed after compressing the context, as sole owner, by reclaim mode (`RECLAIM_MODES`), net of the
+    blocks that encoded segments fill; finer modes are given as the equivalent number of shared-table blocks.
+    Higher is better."""
 
     read_bytes: float = 0.0
     """KV read traffic of one decoded token, mean over the teacher-forced tokens after the context: K, V, side

@@ -9,15 +9,18 @@ from kvassay.replay.lane import Lane
 
 
 def freed_blocks(lane: Lane) -> dict[str, float]:
-    """Blocks each reclaim mode frees of the context as it is now, for a sole owner.
+    """Blocks each reclaim mode frees of the context as it is now, for a sole owner, net of encoded segments.
 
-    Only what still lies in slots holds a block: tokens in encoded segments have left theirs. Finer modes
-    are given in equivalents of a shared-table block. Groups bounded by a window are left out.
+    Tokens in encoded segments have left their slots, but their codes fill memory again: the blocks they come
+    to are taken off. Everything is in equivalents of a shared-table block. Groups that a window bounds are
+    left out.
     """
     ledger, layout = lane.cache.ledger, lane.cache.layout
     groups = [group for group in ledger.groups if group.window is None]
     keep, cost = {}, {}
+    encoded = 0.0
     for group in groups:
+        segments = 0
         for layer in group.layers:
             view = ledger.slots(lane.seq, layer)
             mask = np.zeros((view.positions.shape[0], lane.length), dtype=np.bool_)
@@ -26,8 +29,11 @@ def freed_blocks(lane: Lane) -> dict[str, float]:
             keep[layer] = mask
             kv = layout.layers[layer].kv
             cost[layer] = (kv.k_dim + kv.v_dim) * layout.element_bytes
+            segments += sum(segment.nbytes for segment in ledger.segments(lane.seq, layer))
+        block = group.block_size * sum(cost[layer] * group.heads(layer) for layer in group.layers)
+        encoded += segments / block
     reclaim = count(keep, groups, slot_bytes=cost)
-    return {mode: reclaim[mode].blocks for mode in MODES}
+    return {mode: reclaim[mode].blocks - encoded for mode in MODES}
 
 
 def blocks_held(lane: Lane) -> int:

@@ -16,8 +16,8 @@ WHOLE, PER_HEAD = "whole_block", "per_head_tables"
 
 EXACT_TITLE = "Exact attention over what is retained"
 TRANSFORMING_TITLE = "Transforming: keys, values or logits are approximated"
-ENCODED_NOTE = "blocks count as freed when their data moved into encoded segments, whose bytes are in held"
-"""Said with the transforming arms: what they free they need again in another form."""
+ENCODED_NOTE = "freed blocks are net of those that encoded segments fill again"
+"""Said with the transforming arms: part of what they free they need again in another form."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ MARGIN = 48  # tokens; inserts go to the nearest sentence boundary, so aim this 
 class ChainParams:
     """`worked` steps in the context, `steps` more in each answer, their sources over `far` tokens back."""
 
-    worked: int = 6
+    worked: int = 4
     steps: int = 2
     far: int = 512
 

@@ -31,7 +31,7 @@ FLOORS: Mapping[str, DenseFloor] = MappingProxyType(
         "kv_uuid": DenseFloor(0.50, 1.8),
         "tracking": DenseFloor(0.50, 1.8),
         "words": DenseFloor(0.50, 3.0),
-        "prose": DenseFloor(0.25, 4.0),
+        "prose": DenseFloor(0.25, 4.5),
         "chain": DenseFloor(0.40, 2.0),
         "jsonl": DenseFloor(0.25, 4.0),
     }

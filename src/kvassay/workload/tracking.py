@@ -20,7 +20,7 @@ from kvassay.workload.needle import depths, numbers
 class TrackingParams:
     """`chains` chains of `links` links between names, each ending in a number of `digits` digits."""
 
-    chains: int = 6
+    chains: int = 4
     links: int = 1
     digits: int = 4
 
