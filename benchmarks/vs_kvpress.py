@@ -136,8 +136,8 @@ def report(rounds: list[tuple[dict, dict]]) -> None:
     shared = median(lambda p, o: p["shared_cells_s"] / o["replay_s"])
     print(
         f"\nwall seconds, {len(rounds)} round(s), last shown: kvpress as used {peer['as_used_s']:.1f}; with one shared "
-        f"prefill {peer['shared_prefill_s']:.1f} + {peer['shared_cells_s']:.1f}; kvassay {ours['record_s']:.1f} (record) + "
-        f"{ours['replay_s']:.1f} (replay, dense arm included)"
+        f"prefill {peer['shared_prefill_s']:.1f} + {peer['shared_cells_s']:.1f}; kvassay {ours['record_s']:.1f} "
+        f"(record) + {ours['replay_s']:.1f} (replay, dense arm included)"
     )
     print(f"kvpress as used / kvassay                        : {used:.1f}x  (higher is better for kvassay)")
     print(f"kvpress cells / kvassay cells, prefill set aside : {shared:.2f}x  (higher is better for kvassay)")

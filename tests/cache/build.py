@@ -45,7 +45,8 @@ class World:
         seq, _ = self.cache.create([])
         for index in self.layers:
             self.truth[seq, index] = [{} for _ in range(self.cache.layout.layers[index].kv.kv_heads)]
-        self.extend(seq, tokens)
+        if tokens:
+            self.extend(seq, tokens)
         return seq
 
     def extend(self, seq: int, tokens: int, *, committed: bool = True, reuse: int | None = None) -> None:

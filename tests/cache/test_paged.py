@@ -286,9 +286,9 @@ class TestSegments:
         made.cache.apply(seq, keep({0: [[0, SHORT, SHORT + 3], [1, SHORT + 4]]}, made, seq))
         made.check(seq)
 
-    def test_decoded_back_into_slots(self) -> None:
+    def test_a_block_let_go_cannot_take_its_tokens_back(self) -> None:
         made, seq = one_layer(8)
-        made.cache.apply(seq, Decision({0: [Quantize(16, 16, tokens=torch.arange(8) < 4)]}), allow_window=False)
+        made.cache.apply(seq, Decision({0: [Quantize(16, 16, tokens=torch.arange(8) < 4)]}))
         assert made.cache.ledger.table(seq, 0)[0] == 0  # the block they left is whole and free
         (segment,) = made.cache.ledger.segments(seq, 0)
         with pytest.raises(IllegalEdit, match="has no slot to return to"):

@@ -12,6 +12,8 @@ from kvassay.errors import RecordError, TraceError
 from kvassay.record.calling import cache_keyword, new_cache
 from kvassay.record.options import RecordOptions
 from kvassay.record.transformers import options_of, record_sample
+from kvassay.trace.reader import Trace
+from kvassay.trace.verify import verify
 from kvassay.workload.framing import frame
 
 from . import tiny
@@ -174,11 +176,48 @@ class _Opening:
         return "word"
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v32"])
-def test_what_a_trace_cannot_hold_is_refused_before_anything_runs(family: str, tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match=r"sinks|latent"):
-        record_sample(loaded(family), SAMPLE, tmp_path / "t")
+def test_what_a_trace_cannot_hold_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="latent"):
+        record_sample(loaded("deepseek_v32"), SAMPLE, tmp_path / "t")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mimo_v2_flash"])
+def test_sinks_are_those_of_the_model(family: str, tmp_path: Path) -> None:
+    model = loaded(family)
+    trace = record_sample(model, SAMPLE, tmp_path / "t")
+    own = {
+        index: tuple(layer.self_attn.sinks.tolist())
+        for index, layer in enumerate(model.model.model.layers)
+        if trace.layout.layers[index].sinks
+    }
+    assert trace.header.sinks == Trace.open(trace.path).header.sinks == own
+    assert len(own) > 0
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("bucket", [5, 32])
+def test_the_bucket_tap_holds_the_scores_a_query_has_of_its_bucket(family: str, bucket: int, tmp_path: Path) -> None:
+    # Windows of 8 and chunks of 16: buckets are cut by windows, by sliding caches and by chunks.
+    options = RecordOptions(prefill_chunk=16, q_tail=999, taps=("bucket",), bucket=bucket)
+    trace = record_sample(loaded(family), SAMPLE, tmp_path / "t", options)
+    assert verify(trace.path).ok
+    assert (options_of(trace.header).taps, options_of(trace.header).bucket) == (("bucket",), bucket)
+    branch = trace.branches[0]
+    for layer in trace.layout.layers:
+        q = torch.cat([trace.prefix.q(layer.index), branch.q(layer.index)]).double()
+        k = torch.cat([trace.prefix.k(layer.index), branch.k(layer.index)]).double()
+        name = f"bucket_{layer.index:03d}"
+        found = torch.cat([trace.prefix.tap(name), branch.tap(name)])
+        assert found.shape == (53, layer.q_heads, bucket)
+        expected = torch.full(found.shape, -math.inf, dtype=torch.float64)
+        for p in range(53):
+            for j in range(p // bucket * bucket, p + 1):
+                if p - j < (layer.window or math.inf):
+                    score = (q[p] * k[j].repeat_interleave(layer.group_size, 0)).sum(-1) * layer.scale
+                    capped = layer.softcap * torch.tanh(score / layer.softcap) if layer.softcap else score
+                    expected[p, :, j % bucket] = capped
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_failure_leaves_no_folder_and_the_models_own_attention(tmp_path: Path) -> None:
@@ -205,6 +244,7 @@ def test_an_existing_trace_is_left_alone(tmp_path: Path) -> None:
     [
         ({"prefill_chunk": 0}, "prefill_chunk is 0, it must be at least 1"),
         ({"q_tail": -1}, "q_tail is -1, it must be at least 0"),
+        ({"bucket": 0}, "bucket is 0, it must be at least 1"),
         ({"logits_k": 1}, "logits_k is 1, it must be at least 2"),
         ({"dtype": "bfloat16"}, "dtype 'bfloat16' is not one of float32, float16"),
         ({"logits": "all"}, "logits 'all' is not one of none, topk, full"),

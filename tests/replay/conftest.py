@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -45,6 +44,6 @@ def world(request: Any) -> World:
 
 
 @pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Watch]:
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     """Installs a `Watch` on every replay of the test."""
     return Watch(monkeypatch)

@@ -21,7 +21,7 @@ AGAIN = Arm(make("dense"), None, Protection(0, 0), again=True)
 
 @WORLDS
 def test_dense_is_the_recorded_model_the_oracle_and_itself_token_by_token(world: World, watch: Watch) -> None:
-    rows = watch.run(world, [DENSE, AGAIN], free=12)
+    rows = watch.run(world, [DENSE, AGAIN], free=6)
     for index, branch in enumerate(world.trace.branches):
         recorded = branch.logits[branch.question_tokens - 1 : -1]
         mine = watch.logits["dense", index]
@@ -48,5 +48,5 @@ def greedy_agrees(recorded: torch.Tensor, mine: torch.Tensor) -> bool:
     """Same greedy tokens up to the first row whose two best logits lie closer than 1e-3."""
     best = recorded.topk(2, dim=-1).values
     clear = (best[:, 0] - best[:, 1] >= 1e-3).long().cumprod(0).bool()
-    assert int(clear.sum()) >= 10
+    assert int(clear.sum()) >= 4
     return bool((recorded.argmax(-1) == mine.argmax(-1))[clear].all())

@@ -18,7 +18,8 @@ from tests.record import tiny
 
 S, F = "sliding_attention", "full_attention"
 HYBRID = {"layer_types": [S, F, S, S, F, S], "num_hidden_layers": 6, "sliding_window": 24}
-QUESTION, ANSWER = 6, 20
+QUESTION, ANSWERS = 6, (20, 4)
+"""Tokens of each branch: a question, then a long or a short answer."""
 
 
 class Words:
@@ -46,14 +47,20 @@ class World:
         return record_sample(silent, sample, self.folder / name, options)
 
 
-def sample(context: int, index: int, answer: int = ANSWER) -> Sample:
-    """Random tokens: a context and two branches."""
-    ids = tiny.token_ids(context + 2 * (QUESTION + answer), seed=100 + index)
-    branches = []
-    for first in (context, context + QUESTION + answer):
-        middle = first + QUESTION
-        question, gold = tuple(ids[first:middle]), tuple(ids[middle : middle + answer])
+def fed(branch: int) -> int:
+    """Tokens that a teacher-forced lane takes in after the context: all but the last of the answer."""
+    return QUESTION + ANSWERS[branch] - 1
+
+
+def sample(context: int, index: int) -> Sample:
+    """Random tokens: a context and its branches."""
+    ids = tiny.token_ids(context + sum(QUESTION + answer for answer in ANSWERS), seed=100 + index)
+    branches, first = [], context
+    for answer in ANSWERS:
+        middle, end = first + QUESTION, first + QUESTION + answer
+        question, gold = tuple(ids[first:middle]), tuple(ids[middle:end])
         branches.append(Branch(question, gold, "question", "answer", tuple(range(answer)), 0.5))
+        first = end
     return Sample("needle_multikey", 0, index, tuple(ids[:context]), tuple(branches), False)
 
 
@@ -66,5 +73,5 @@ def make(folder: Path, family: str, context: int, **changes: Any) -> World:
     exact = copy.deepcopy(model).double()
     unrecorded = World(loaded, exact, None, None, folder)  # type: ignore[arg-type]
     trace = unrecorded.record("trace", sample(context, 0))
-    calibration = unrecorded.record("calibration", sample(200, 1, answer=1))
+    calibration = unrecorded.record("calibration", sample(200, 1))
     return World(loaded, exact, trace, calibration, folder)

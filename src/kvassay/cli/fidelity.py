@@ -18,6 +18,7 @@ import click
 @click.option("--recent", default=32, show_default=True, type=click.IntRange(0), help="Last tokens never evicted.")
 @click.option("--block-size", default=16, show_default=True, type=click.IntRange(1), help="Tokens per block.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Seed of random policies.")
+@click.option("--calibration", type=click.Path(path_type=Path), help="Trace of other text, for svd and the like.")
 @click.option("--alone", is_flag=True, help="Leave out the yardsticks (dense, random, recency, hindsight, ...).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON with every branch and layer instead of a table.")
 def fidelity(
@@ -28,6 +29,7 @@ def fidelity(
     recent: int,
     block_size: int,
     seed: int,
+    calibration: Path | None,
     alone: bool,
     as_json: bool,
 ) -> None:
@@ -42,6 +44,7 @@ def fidelity(
     from kvassay.policy.budget import Protection
     from kvassay.replay.protocol import Protocol
     from kvassay.report.fidelity import fidelity_data, fidelity_tables
+    from kvassay.report.table import console_for
 
     with Console(stderr=True).status("open") as status:
         found = screen_trace(
@@ -51,9 +54,10 @@ def fidelity(
             protection=Protection(sink, recent),
             protocol=Protocol(block_size=block_size, seed=seed),
             yardsticks=not alone,
+            calibration=calibration,
             progress=status.update,
         )
     if as_json:
         click.echo(json.dumps(fidelity_data(found), indent=1))
     else:
-        Console().print(fidelity_tables(found))
+        console_for().print(fidelity_tables(found))

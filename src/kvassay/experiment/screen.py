@@ -45,19 +45,22 @@ def screen_trace(
     protection: Protection,
     protocol: Protocol,
     yardsticks: bool = True,
+    calibration: str | Path | None = None,
     progress: Callable[[str], None] = lambda message: None,
 ) -> Screening:
     """Replay `policies` at `budgets` over the trace at `path`; `KvassayError` for whatever does not fit.
 
-    Arms that the open loop does not cover are listed, not refused. `yardsticks` adds the arms that always run.
+    Arms that the open loop does not cover are listed, not refused. `yardsticks` adds the arms that always run;
+    `calibration` is the trace that policies which learn offline are fitted on.
     """
     trace = Trace.open(path)
+    other = None if calibration is None else Trace.open(calibration)
     wanted = _arms(policies, [Budget.parse(text) for text in budgets], protection, yardsticks)
-    reasons = {arm.label: covers(arm.policy, arm.prefill) for arm in wanted}
+    reasons = {arm.label: covers(arm.policy, arm.prefill, calibrated=other is not None) for arm in wanted}
     arms = tuple(arm for arm in wanted if reasons[arm.label] is None)
     if not arms:
         raise PolicyError("; ".join(f"arm '{label}' {reason}" for label, reason in reasons.items()))
-    rows = open_loop(trace, arms, protocol, progress)
+    rows = open_loop(trace, arms, protocol, progress, calibration=other)
     progress("compare dense with the recorded output")
     errors = [found.error for found in output_errors(trace, protocol)]
     return Screening(

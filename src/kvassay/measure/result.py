@@ -46,6 +46,9 @@ class BranchResult:
     `free_tokens` covers; higher is better."""
     divergence: int | None
     """First generated token that differs from dense's, None if none does."""
+    wrong_step: int | None
+    """For answers made of steps (reasoning-shaped workloads): the first step, 0-based, in which the generated
+    tokens leave the recorded answer; None if they never do, or the answer has no steps. Higher is better."""
     generated: str
     """The generated text."""
     generated_tokens: int

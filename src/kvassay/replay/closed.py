@@ -148,7 +148,7 @@ class Replay:
         ids = self.trace.prefix.token_ids.tolist()
         size = self.trace.header.prefill_chunk
         for first in range(0, len(ids), size):
-            self.engine.forward([lane], [ids[first : first + size]], last=1)
+            self.engine.forward([lane], [ids[first : first + size]], last=0)
         lane.generated = 0
 
     # -- ask --------------------------------------------------------------------------------------------
@@ -187,8 +187,9 @@ class Replay:
         for rows, stepwise in self._batches(lanes):
             batch = [lanes[row] for row in rows]
             if stepwise:
-                steps = [self.engine.forward(batch, [[token]] * len(batch), last=1) for token in ids]
-                logits = torch.cat(steps[-last:], dim=1)
+                wanted = [int(at >= len(ids) - last) for at in range(len(ids))]
+                feed = zip(ids, wanted, strict=True)
+                logits = torch.cat([self.engine.forward(batch, [[t]] * len(batch), w) for t, w in feed], dim=1)
             else:
                 logits = self.engine.forward(batch, [ids] * len(batch), last)
             out.update(zip(rows, logits, strict=True))

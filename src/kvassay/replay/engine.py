@@ -48,7 +48,8 @@ class Engine:
     def forward(self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]], last: int) -> Tensor:
         """Feed each lane its next tokens (equally many); returns logits [lanes, last, vocab] of the last ones.
 
-        Afterwards every policy that is due observes, decides and summarises.
+        With `last` 0 the model's head is spared. Afterwards every policy that is due observes, decides and
+        summarises.
         """
         start = [lane.length for lane in lanes]
         for lane, ids in zip(lanes, tokens, strict=True):
@@ -59,14 +60,17 @@ class Engine:
         step = _Step(self, lanes, positions)
         device = next(self.model.parameters()).device
         with torch.inference_mode(), _attending(self.model, step), self._hidden_taps(lanes) as hidden:
-            out = self.model(
-                input_ids=torch.tensor([list(ids) for ids in tokens], device=device),
-                position_ids=positions.to(device),
-                use_cache=True,
-                logits_to_keep=last,
-                **{self._keyword: _PassThrough()},
-            )
-        logits: Tensor = out.logits.float().cpu()
+            inputs = {
+                "input_ids": torch.tensor([list(ids) for ids in tokens], device=device),
+                "position_ids": positions.to(device),
+                "use_cache": True,
+                self._keyword: _PassThrough(),
+            }
+            if last:
+                logits: Tensor = self.model(**inputs, logits_to_keep=last).logits.float().cpu()
+            else:
+                self.model.base_model(**inputs)
+                logits = torch.empty(len(lanes), 0, self.cache.layout.vocab_size)
         for row, (lane, ids) in enumerate(zip(lanes, tokens, strict=True)):
             self._settle(lane, ids, {layer: states[row] for layer, states in hidden.items()})
         return logits

@@ -11,7 +11,7 @@ of the context, and what an arm's decision says of the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -26,12 +26,13 @@ from kvassay.errors import ExperimentError, PolicyError
 from kvassay.kernels.reference import attend, attention_weights, visible
 from kvassay.measure.fidelity import Deviation, retained_share
 from kvassay.measure.result import LayerFidelity
-from kvassay.policy.base import Memory, Policy
+from kvassay.policy.base import Artefact, Memory, Policy
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Prefill, When
 from kvassay.policy.views import CacheView, LayerView, Meter
 from kvassay.replay import asking
 from kvassay.replay.arms import Arm
+from kvassay.replay.calibration import fit_offline
 from kvassay.replay.evidence import after_prefill, sinks_of
 from kvassay.replay.lane import Lane, scope_of
 from kvassay.replay.protocol import Protocol
@@ -44,15 +45,15 @@ ELEMENTS = 1 << 24
 """Attention weights [q_heads, queries, tokens] looked at together: more queries than that go in several chunks."""
 
 
-def covers(policy: Policy, prefill: Prefill = Prefill.SHARED_DENSE) -> str | None:
-    """Why the open loop cannot replay this policy, or None if it can."""
+def covers(policy: Policy, prefill: Prefill = Prefill.SHARED_DENSE, *, calibrated: bool = False) -> str | None:
+    """Why the open loop cannot replay this policy, or None if it can; `calibrated`: there is a calibration trace."""
     late = policy.card.when & {When.EVERY_STEP, When.EVERY_N}
     if policy.writes_decide and late:
         return f"decides over all layers again while decoding ({', '.join(sorted(late))}); one layer is held at a time"
     if policy.writes_observe:
         return "carries state from step to step over all layers; one layer is held at a time"
-    if When.OFFLINE in policy.card.when:
-        return "needs an artefact fitted offline, which no replay of a trace alone can give it"
+    if When.OFFLINE in policy.card.when and not calibrated:
+        return "learns offline, so a calibration trace of other text is needed"
     if prefill is Prefill.OWN:
         return "prefills with the policy in the loop, which takes the model"
     return None
@@ -63,20 +64,22 @@ def open_loop(
     arms: Sequence[Arm],
     protocol: Protocol = DEFAULT_PROTOCOL,
     progress: Progress = lambda message: None,
+    *,
+    calibration: Trace | None = None,
 ) -> list[LayerFidelity]:
     """Screen arms on one trace; one row per (branch, arm, layer), in that order.
 
+    calibration: a trace of other text, which policies that learn offline are fitted on
     Raises `PolicyError` for an arm that `covers` says no to, `ExperimentError` if the trace has no branches,
     and whatever the policies' evidence and budgets raise in the closed loop.
     """
     for arm in arms:
-        if reason := covers(arm.policy, arm.prefill):
-            raise PolicyError(
-                f"arm '{arm.label}' cannot run in the open loop: its policy {reason}; use the closed loop"
-            )
+        if reason := covers(arm.policy, arm.prefill, calibrated=calibration is not None):
+            raise PolicyError(f"arm '{arm.label}' cannot run in the open loop: its policy {reason}")
     if not trace.branches:
         raise ExperimentError(f"{trace.path}: has no branches, so there are no queries to replay")
-    return _OpenLoop(trace, protocol).run(arms, progress)
+    artefacts = fit_offline([arm.policy for arm in arms], trace, calibration)
+    return _OpenLoop(trace, protocol, artefacts).run(arms, progress)
 
 
 class OutputError(NamedTuple):
@@ -119,8 +122,8 @@ class _Run:
 class _OpenLoop:
     """One trace under way, of which one layer is in memory."""
 
-    def __init__(self, trace: Trace, protocol: Protocol) -> None:
-        self.trace, self.protocol = trace, protocol
+    def __init__(self, trace: Trace, protocol: Protocol, artefacts: Mapping[str, Artefact] | None = None) -> None:
+        self.trace, self.protocol, self.artefacts = trace, protocol, artefacts or {}
         groups = group_specs(trace.layout, protocol.block_size)
         self.group_of = {layer: group for group in groups for layer in group.layers}
         self.sinks = sinks_of(trace)
@@ -155,12 +158,14 @@ class _OpenLoop:
         run = _Run(
             arm,
             Allowance.resolve(arm.budget, self.trace.prefix.tokens, arm.protection),
-            Memory(rng=torch.Generator().manual_seed(self.protocol.seed)),
+            Memory(artefact=self.artefacts.get(policy.label), rng=torch.Generator().manual_seed(self.protocol.seed)),
             scope_of(layout, policy),
         )
         if policy.writes_decide and When.AFTER_PREFILL in policy.card.when:
             shown = self._shown(run)
             run.decision = asking.propose(policy, shown, run.memory, run.allowance)
+            for view in shown.layers.values():
+                view.forget()
         return run
 
     def _shown(self, run: _Run) -> CacheView:

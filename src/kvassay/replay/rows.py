@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvassay.measure.result import BranchResult
-from kvassay.measure.task import score_answer
+from kvassay.measure.task import divergence_step, score_answer
 from kvassay.replay.bytes import Held
 from kvassay.replay.lane import Lane
 from kvassay.trace.reader import Branch, Trace
@@ -32,9 +32,10 @@ def branch_result(
     tokenizer: Any, trace: Trace, index: int, branch: Branch, gold: list[int], arm: Answer, dense: Answer
 ) -> BranchResult:
     """The row of one (branch, arm), with `dense` answering the same question in the same replay."""
+    # float32: a float64 copy of [answer, 262,144] logits per arm would cost more than the model's own head.
     scored = torch.tensor(_scored(branch, len(gold)))
     target = torch.tensor(gold)[scored]
-    mine, reference = (torch.log_softmax(a.logits[scored].double(), -1) for a in (arm, dense))
+    mine, reference = (torch.log_softmax(a.logits[scored], -1) for a in (arm, dense))
     best = mine.argmax(-1)
     text = tokenizer.decode(arm.generated, skip_special_tokens=True)
     scope = arm.lane.scope
@@ -54,6 +55,7 @@ def branch_result(
         agree=float((best == reference.argmax(-1)).double().mean()),
         task=score_answer(trace.header.recipe.name, text, branch.answer_text, branch.meta),
         divergence=_divergence(arm.generated, dense.generated),
+        wrong_step=_wrong_step(arm.generated, gold, _ints(branch.meta.get("step_ends"))),
         generated=text,
         generated_tokens=len(arm.generated),
         retained_bytes=arm.held.total,
@@ -82,3 +84,11 @@ def _divergence(mine: list[int], dense: list[int]) -> int | None:
 
 def _ints(value: object) -> list[int]:
     return [int(x) for x in value] if isinstance(value, list) else []
+
+
+def _wrong_step(generated: list[int], gold: list[int], ends: list[int]) -> int | None:
+    """The step in which a reply leaves the answer, as far as it was generated."""
+    wanted = gold[: len(generated)]
+    if not ends or not wanted:
+        return None
+    return divergence_step(generated, wanted, [*(end for end in ends if end < len(wanted)), len(wanted)])

@@ -23,7 +23,7 @@ def fidelity_tables(found: Screening) -> Group:
     """The table, what its columns mean, and which arms were left out."""
     header = found.trace.header
     what = f"{found.trace.path.name}: {header.model.name}, {header.recipe.name}, {header.prefix.tokens} tokens"
-    table = Table(title=f"{what}, {len(header.branches)} branches, open loop", title_justify="left")
+    table = Table(title=f"{what}, branches: {len(header.branches)}, open loop", title_justify="left")
     table.add_column("arm", overflow="fold")
     for head in ("error", "worst", "layer", "mass", "least", "layer", "layers"):
         table.add_column(head, justify="right")

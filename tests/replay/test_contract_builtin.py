@@ -1,0 +1,80 @@
+"""Every built-in policy under every law, at every step; a budget that covers all leaves everything as it is."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kvassay.policy.base import Policy
+from kvassay.policy.budget import Budget, Protection
+from kvassay.policy.card import Effect, Prefill
+from kvassay.policy.registry import BUILT_IN, make
+from kvassay.replay.arms import Arm, grid
+from kvassay.replay.lane import Lane
+from tests.replay.watch import Watch
+from tests.replay.worlds import World
+
+PROTECTION = Protection(4, 16)
+SMALL = {"snapkv": {"window": 16}, "kivi": {"group": 16, "residual": 32}, "quest": {"dense_layers": 0}}
+NAMES = list(BUILT_IN)
+
+
+def built_in(name: str) -> Policy:
+    return make(name, **SMALL.get(name, {}))
+
+
+@pytest.mark.parametrize("world", ["llama", "gemma"], indirect=True)
+def test_every_built_in_policy_at_every_step(world: World, watch: Watch) -> None:
+    policies = [built_in(name) for name in NAMES]
+    arms = [*grid(policies, [Budget("keep_tokens", 0.5)], PROTECTION)]
+    arms.append(Arm(make("fp8"), None, PROTECTION, prefill=Prefill.OWN))
+    windows = {layer.index: layer.window for layer in world.trace.layout.layers if layer.window is not None}
+
+    def each(lane: Lane) -> None:
+        for layer, window in windows.items():
+            positions = lane.cache.layer(lane.seq, layer).positions
+            assert positions.tolist() == [list(range(max(0, lane.length - window), lane.length))] * len(positions)
+            assert lane.cache.is_plain(lane.seq, layer)
+
+    watch.each = each
+    rows = watch.run(world, arms, free=4, calibration=world.calibration)
+    assert {row.arm.split()[0].split("(")[0] for row in rows} == set(NAMES)
+    assert all(math.isfinite(row.nll) and math.isfinite(row.kl) and row.generated_tokens == 4 for row in rows)
+    assert all(torch.isfinite(x).all() for x in watch.logits.values())
+    assert watch.steps > 40
+    for row in rows:
+        policy = next(arm.policy for arm in arms if arm.label == row.arm)
+        if policy.card.effects & {Effect.QUANTIZE, Effect.LOW_RANK, Effect.EVICT}:
+            assert row.retained_fraction_scope < 0.75 and row.kl > 0
+        if Effect.SELECT in policy.card.effects:
+            assert row.retained_fraction_scope >= 1 and row.kl > 0
+
+
+@pytest.mark.parametrize("amount", [1.0, 404, 5000])
+def test_a_budget_of_everything_or_more_changes_no_bit(llama: World, watch: Watch, amount: float) -> None:
+    policies = [p for p in map(built_in, NAMES) if p.card.effects & {Effect.EVICT, Effect.SELECT} and p.card.budgets]
+    assert len(policies) >= 10
+    arms = [Arm(make("dense"), None, PROTECTION), *grid(policies, [Budget("keep_tokens", amount)], PROTECTION)]
+    lanes = 0
+
+    def each(lane: Lane) -> None:
+        nonlocal lanes
+        lanes += 1
+        if amount == 404 and lane.policy.card.name == "paged-eviction" and lane.length > 404:
+            return  # it decides while decoding, when its 404 tokens are less than there is
+        for layer in lane.layers:
+            data = lane.cache.layer(lane.seq, layer)
+            assert data.positions.tolist() == [list(range(lane.length))] * len(data.positions)
+            assert lane.cache.is_plain(lane.seq, layer)
+            assert torch.equal(data.k[:, :404], llama.trace.prefix.k(layer).transpose(0, 1))
+            assert torch.equal(data.v[:, :404], llama.trace.prefix.v(layer).transpose(0, 1))
+
+    watch.each, watch.proving = each, False
+    rows = watch.run(llama, arms)
+    assert lanes > 100
+    for row in rows:
+        if not (amount == 404 and row.arm.startswith("paged-eviction")):
+            dense = watch.logits["dense", row.branch]
+            torch.testing.assert_close(watch.logits[row.arm, row.branch], dense, rtol=0, atol=1e-5)

@@ -1,0 +1,304 @@
+"""What breaks the contract is refused with a typed error that carries the numbers, and nothing has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvassay.cache.edits import Bias, Decision, Evict, LowRank, Merge, Quantize
+from kvassay.errors import EvidenceMissing, IllegalEdit, KvassayError, PolicyError
+from kvassay.policy.base import Memory, Policy, State
+from kvassay.policy.budget import Allowance, Budget, Protection
+from kvassay.policy.card import Card, Effect, Evidence, When
+from kvassay.policy.readset import ReadSet
+from kvassay.policy.registry import make
+from kvassay.policy.views import CacheView, LayerView, StepView
+from kvassay.replay.arms import Arm
+from tests.replay.watch import Watch, contents, prove, same
+from tests.replay.worlds import World
+
+N = 404
+PROTECTION = Protection(4, 16)
+ARMS = [
+    Arm(make("dense"), None, PROTECTION),
+    Arm(make("knorm"), Budget("keep_tokens", 0.5), PROTECTION),
+    Arm(make("nearest-merge"), Budget("keep_tokens", 0.5), PROTECTION),
+]
+
+
+def card(**more: Any) -> Card:
+    given = {"effects": frozenset({Effect.EVICT}), "budgets": frozenset(), **more}
+    return Card(name="bad", source="test", summary="breaks a law", **given)
+
+
+def scorer(score: Callable[[LayerView], Tensor], **more: Any) -> Policy:
+    @dataclass(frozen=True)
+    class Bad(Policy):
+        card: ClassVar[Card] = globals()["card"](**more)
+
+        def score(self, layer: LayerView, memory: Memory) -> Tensor:
+            return score(layer)
+
+    return Bad()
+
+
+def decider(decide: Callable[[CacheView], Decision], **more: Any) -> Policy:
+    @dataclass(frozen=True)
+    class Bad(Policy):
+        card: ClassVar[Card] = globals()["card"](**more)
+
+        def decide(self, cache: CacheView, scores: Mapping[int, Tensor], memory: Memory, budget: Allowance) -> Decision:
+            return decide(cache)
+
+    return Bad()
+
+
+def editor(edit: Callable[[LayerView], Any], **more: Any) -> Policy:
+    """A good edit of layer 0 and a bad one of layer 2: neither may happen."""
+    return decider(
+        lambda cache: Decision(
+            {0: [Evict(cache.layers[0].positions % 2 == 0)], 2: [edit(cache.layers[2])]},
+        ),
+        **more,
+    )
+
+
+def reader(read: Callable[[LayerView], ReadSet]) -> Policy:
+    @dataclass(frozen=True)
+    class Bad(Policy):
+        card: ClassVar[Card] = globals()["card"](effects=frozenset({Effect.SELECT}), when=frozenset({When.EVERY_STEP}))
+
+        def read(
+            self, layer: LayerView, query: Tensor, memory: Memory, budget: Allowance, previous: ReadSet | None
+        ) -> ReadSet | None:
+            return read(layer)
+
+    return Bad()
+
+
+def observer(observe: Callable[[StepView], object], **more: Any) -> Policy:
+    @dataclass(frozen=True)
+    class Bad(Policy):
+        card: ClassVar[Card] = globals()["card"](when=frozenset({When.EVERY_STEP}), **more)
+
+        def observe(self, state: State, step: StepView) -> State:
+            observe(step)
+            return state
+
+    return Bad()
+
+
+def with_nan(layer: LayerView) -> Tensor:
+    score = layer.positions.float()
+    score[1, :3] = torch.nan
+    return score
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.bool) -> Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+def one_dropped_head(layer: LayerView) -> Quantize:
+    widths = torch.full((2, N), 4)
+    widths[1] = 0
+    return Quantize(widths, 4)
+
+
+def beside(layer: LayerView) -> LowRank:
+    return LowRank(((0, 1),), (ones(16, 4).float(),), (ones(4, 16).float(),), None, None)
+
+
+WHEN_COMPRESSED = {
+    "undeclared values": (
+        scorer(lambda layer: layer.values.norm(dim=-1)),
+        EvidenceMissing,
+        r"touched values of layer 0 without declaring",
+    ),
+    "undeclared keys": (
+        scorer(lambda layer: layer.keys.norm(dim=-1), evidence=frozenset({Evidence.KEYS_UNROTATED})),
+        EvidenceMissing,
+        r"touched keys of layer 0",
+    ),
+    "undeclared attention": (
+        scorer(lambda layer: layer.group_sum(layer.attention(4).sum(1)), evidence=frozenset({Evidence.QUERIES})),
+        EvidenceMissing,
+        r"touched attention of layer 0",
+    ),
+    "future queries": (
+        scorer(lambda layer: layer.future_queries().q[:2, 0], evidence=frozenset({Evidence.QUERIES})),
+        EvidenceMissing,
+        r"touched future_queries of layer 0",
+    ),
+    "score too wide": (
+        scorer(lambda layer: ones(2, N + 1).float(), budgets=frozenset({"keep_tokens"})),
+        PolicyError,
+        r"scored layer 0 with shape \[2, 405\], \[2, 404\] needed",
+    ),
+    "NaN scores": (
+        scorer(with_nan, budgets=frozenset({"keep_tokens"})),
+        PolicyError,
+        r"scored 3 of 808 tokens of layer 0 NaN",
+    ),
+    "layer out of scope": (
+        decider(lambda cache: Decision({99: [Evict(ones(2, N))]})),
+        PolicyError,
+        r"edits layer 99, which its card does not act on \(full\)",
+    ),
+    "mask too short": (editor(lambda layer: Evict(ones(2, 7))), IllegalEdit, r"layer 2: .*\[2, 7\], bool \[2, 404\]"),
+    "mask of floats": (editor(lambda layer: Evict(ones(2, N).float())), IllegalEdit, r"float32 \[2, 404\], bool"),
+    "nothing kept": (
+        editor(lambda layer: Evict(layer.positions < 0)),
+        IllegalEdit,
+        r"layer 2: KV head 0 would keep 0 of 404 tokens",
+    ),
+    "a head with 0 bits": (
+        editor(one_dropped_head),
+        IllegalEdit,
+        r"layer 2: KV head 1 would keep 0 of 404",
+    ),
+    "widths": (editor(lambda layer: Quantize(3, 4)), IllegalEdit, r"layer 2: Quantize.value_bits holds widths \[3\]"),
+    "group": (editor(lambda layer: Quantize(4, 4, group=5)), IllegalEdit, r"group=5 does not divide .* 16"),
+    "basis": (editor(beside), IllegalEdit, r"\[16, 4\] and \[4, 16\], \[32, rank\]"),
+    "merge into nobody": (
+        editor(lambda layer: Merge(torch.full((2, N), N + 5), ones(2, N).float())),
+        IllegalEdit,
+        r"Merge.into names token 409 of 404",
+    ),
+    "merge with itself": (
+        editor(lambda layer: Merge(torch.zeros(2, N, dtype=torch.long), ones(2, N).float())),
+        IllegalEdit,
+        r"merged away and merged into at once",
+    ),
+    "NaN bias": (editor(lambda layer: Bias(torch.full((2, N), torch.nan))), IllegalEdit, r"Bias.log_weight"),
+}
+
+
+@pytest.mark.parametrize("law", WHEN_COMPRESSED)
+def test_refused_when_the_context_is_compressed(llama: World, watch: Watch, law: str) -> None:
+    policy, error, words = WHEN_COMPRESSED[law]
+    budget = Budget("keep_tokens", 0.5) if policy.card.budgets else None
+    before = refused(llama, watch, Arm(policy, budget, PROTECTION), error, words)
+    # The bad lane itself, too, is what it was when it forked from the dense context.
+    bad = max(watch.replay.cache.ledger.sequences())
+    assert bad not in before
+    assert same(contents(watch.replay.cache, bad), before[watch.replay.dense])
+
+
+WHEN_DECODING = {
+    "hidden state of another layer": (
+        observer(lambda step: step.hidden[2], taps=frozenset({1}), evidence=frozenset({Evidence.HIDDEN})),
+        EvidenceMissing,
+        r"hidden state of layer 2, its card taps \[1\]",
+    ),
+    "hidden state without taps": (observer(lambda step: step.hidden[0]), EvidenceMissing, r"card taps none"),
+    "future queries": (
+        observer(lambda step: step.cache.layers[0].future_queries()),
+        EvidenceMissing,
+        r"touched future_queries",
+    ),
+    "a living victim": (
+        decider(lambda cache: Decision(reuse=7), when=frozenset({When.EVERY_STEP})),
+        IllegalEdit,
+        r"position 7 holds no dead slot to reuse",
+    ),
+    "a victim of another sequence": (
+        decider(lambda cache: Decision(reuse=9999), when=frozenset({When.EVERY_STEP})),
+        IllegalEdit,
+        r"position 9999 holds no dead slot",
+    ),
+    "a foreign block": (
+        reader(lambda layer: ReadSet(torch.tensor([[[999]]]), unit=16)),
+        PolicyError,
+        r"names block 999 of 26",
+    ),
+    "a foreign token": (reader(lambda layer: ReadSet(torch.tensor([[[5000]]]))), PolicyError, r"5000 of 405"),
+    "a list per wrong head": (
+        reader(lambda layer: ReadSet(torch.zeros(1, 3, 2, dtype=torch.long))),
+        PolicyError,
+        r"shape \[1, 3, 2\]",
+    ),
+    "lists for more queries": (
+        reader(lambda layer: ReadSet(torch.zeros(2, 1, 2, dtype=torch.long))),
+        PolicyError,
+        r"\[2, 1, 2\], expected \[1 queries",
+    ),
+    "an empty list": (
+        reader(lambda layer: ReadSet(torch.zeros(1, 2, 0, dtype=torch.long))),
+        PolicyError,
+        r"\[1, 2, 0\].* k at least 1",
+    ),
+    "an odd unit": (
+        reader(lambda layer: ReadSet(torch.zeros(1, 1, 1, dtype=torch.long), unit=24)),
+        PolicyError,
+        r"unit 24 is not 1 or a multiple of 16",
+    ),
+    "no interval": (
+        decider(lambda cache: Decision(), when=frozenset({When.EVERY_N})),
+        PolicyError,
+        r"needs a field interval",
+    ),
+}
+
+
+@pytest.mark.parametrize("law", WHEN_DECODING)
+def test_refused_while_decoding(llama: World, watch: Watch, law: str) -> None:
+    policy, error, words = WHEN_DECODING[law]
+    refused(llama, watch, Arm(policy, None, PROTECTION), error, words)
+
+
+def refused(world: World, watch: Watch, arm: Arm, error: type[KvassayError], words: str) -> Mapping[int, Any]:
+    """Replay with a bad arm; every compressed lane, and the dense context, must be as it was. Returns them."""
+    with pytest.raises(error, match=words) as caught:
+        watch.run(world, [*ARMS, arm])
+    assert type(caught.value) is error and "\n" not in str(caught.value)
+    prove(watch.replay.cache)
+    assert len(watch.compressed) >= 1 + len(ARMS)
+    for seq, was in watch.compressed.items():
+        assert same(contents(watch.replay.cache, seq), was)
+    return watch.compressed
+
+
+def test_window_layers_are_out_of_bounds_unless_the_card_names_them(gemma: World, watch: Watch) -> None:
+    def thin(cache: CacheView) -> Decision:
+        return Decision({index: [Evict(layer.positions % 2 == 0)] for index, layer in cache.layers.items()})
+
+    seen: list[int] = []
+    named = decider(lambda cache: (seen.extend(cache.layers), thin(cache))[1], acts_on=frozenset({"sliding"}))
+    watch.run(gemma, [ARMS[0], Arm(named, None, PROTECTION)])
+    assert seen == [0, 2, 3, 5]
+    unnamed = decider(lambda cache: Decision({0: [Evict(ones(2, 24))]}))
+    with pytest.raises(PolicyError, match="edits layer 0, which its card does not act on"):
+        watch.run(gemma, [ARMS[0], Arm(unnamed, None, PROTECTION)])
+
+
+def test_a_card_must_agree_with_itself_and_with_the_model(llama: World, watch: Watch) -> None:
+    with pytest.raises(PolicyError, match="only a reference may ask for future queries"):
+        card(evidence=frozenset({Evidence.FUTURE_QUERIES}))
+    with pytest.raises(PolicyError, match=r"taps layers \[1\] without the evidence 'hidden'"):
+        card(taps=frozenset({1}))
+    beyond = observer(lambda step: None, taps=frozenset({9}), evidence=frozenset({Evidence.HIDDEN}))
+    with pytest.raises(PolicyError, match="taps layer 9, the model has 4 layers"):
+        watch.run(llama, [ARMS[0], Arm(beyond, None, PROTECTION)])
+    nowhere = decider(lambda cache: Decision(), acts_on=frozenset({"latent"}))
+    with pytest.raises(PolicyError, match="acts on latent, the model has full"):
+        watch.run(llama, [ARMS[0], Arm(nowhere, None, PROTECTION)])
+
+
+def test_summaries_of_blocks_that_edits_have_torn_are_refused(llama: World, watch: Watch) -> None:
+    @dataclass(frozen=True)
+    class Torn(Policy):
+        interval: int = 4
+        card: ClassVar[Card] = globals()["card"](when=frozenset({When.EVERY_N, When.BLOCK_FULL}))
+
+        def summarize(self, block: Any) -> Mapping[str, Tensor]:
+            return {"mean": block.keys.mean(2)}
+
+        def decide(self, cache: CacheView, scores: Mapping[int, Tensor], memory: Memory, budget: Allowance) -> Decision:
+            return Decision({i: [Evict(x.positions >= 32)] for i, x in cache.layers.items()}, compact=True)
+
+    refused(llama, watch, Arm(Torn(), None, PROTECTION), PolicyError, r"edits have left 384 of 416 tokens")
