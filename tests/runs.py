@@ -73,6 +73,7 @@ def rows(query_aware: bool = False) -> list[BranchResult]:
                     **held(0.25, top1=1.0 if first else 0.5, nll=1.25, kl=0.75, agree=0.5, blocks_freed=freed),
                     task=0.0 if first else 1.0,
                     divergence=2 if first else None,
+                    wrong_step=None,
                     policy_seconds=0.125,
                 ),
                 row("kivi", **place, **held(0.2, top1=0.75, nll=0.9, kl=0.3)),

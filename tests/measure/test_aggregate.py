@@ -26,6 +26,7 @@ def _two_arms() -> list[BranchResult]:
             retained_bytes=256.0 + branch,
             peak_bytes=1000.0 * (branch + 1),
             divergence=3 if task < 1 else None,
+            wrong_step=None,
             blocks_freed={"whole_block": 1.0 + branch, "per_head_tables": 64.0},
         )
         for (trace, branch), task in arm_task.items()

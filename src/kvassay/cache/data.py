@@ -31,15 +31,6 @@ class Run:
         return self._values()
 
     @classmethod
-    def joined(cls, runs: Sequence[Run]) -> Run:
-        """Several runs as one."""
-        return cls(
-            lambda: torch.cat([run.k for run in runs], 1),
-            lambda: torch.cat([run.v for run in runs], 1),
-            sum(run.tokens for run in runs),
-        )
-
-    @classmethod
     def of(cls, k: Tensor, v: Tensor) -> Run:
         """A run that is there already."""
         return cls(lambda: k, lambda: v, k.shape[1])

@@ -105,13 +105,16 @@ class PagedCache:
         view = self.ledger.slots(seq, layer, queries)
         segments = self.ledger.segments(seq, layer, queries)
         runs = [*_runs([self.encoded[s.id] for s in segments]), self.store.run_of(layer, view)]
-        positions = _side_by_side([*(np.where(s.alive, s.positions, -1) for s in segments), view.positions])
-        slots = _side_by_side([*(np.where(s.alive, s.slots, -1) for s in segments), view.logical])
-        complete = bool((view.counts == view.positions.shape[1]).all() and all(s.alive.all() for s in segments))
+        positions = _side_by_side([*(s.positions for s in segments), view.positions])
+        slots = _side_by_side([*(s.slots for s in segments), view.logical])
+        complete = bool((view.counts == view.positions.shape[1]).all())
         encoded = None
         if segments:
-            raw = np.zeros(view.positions.shape, dtype=np.bool_)
-            encoded = torch.from_numpy(np.concatenate([*(s.alive for s in segments), raw], 1))
+            alive = torch.from_numpy(np.concatenate([s.alive for s in segments], 1))
+            encoded = torch.nn.functional.pad(alive, (0, view.positions.shape[1]))
+            for ours in (positions, slots):
+                ours[:, : alive.shape[1]].masked_fill_(~alive, -1)
+            complete = complete and bool(alive.all())
         outer, inner = (
             None if bias is None else _at_positions(bias, positions)
             for bias in (self._bias.get((seq, layer, inner)) for inner in (False, True))
@@ -211,8 +214,15 @@ def _side_by_side(arrays: Sequence[Ints]) -> Tensor:
 def _runs(encodings: Sequence[Encoded]) -> Iterator[Run]:
     """Encoded segments as runs; short neighbours, such as the tokens of single steps, are read as one."""
     for short, group in itertools.groupby(encodings, key=lambda one: one.positions.shape[1] < SHORT):
-        runs = [Run(one.keys, one.values, one.positions.shape[1]) for one in group]
-        yield from [Run.joined(runs)] if short else runs
+        yield from [_joined(list(group))] if short else (_joined([one]) for one in group)
+
+
+def _joined(encodings: Sequence[Encoded]) -> Run:
+    return Run(
+        lambda: torch.cat([one.keys() for one in encodings], 1),
+        lambda: torch.cat([one.values() for one in encodings], 1),
+        sum(one.positions.shape[1] for one in encodings),
+    )
 
 
 def _at_positions(bias: Tensor, positions: Tensor) -> Tensor:
