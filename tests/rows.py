@@ -26,6 +26,7 @@ def row(arm: str = "dense", trace: str = "t0", branch: int = 0, **changes: Any) 
         "agree": 1.0,
         "task": 1.0,
         "divergence": None,
+        "wrong_step": None,
         "generated": " 1234",
         "generated_tokens": 4,
         "retained_bytes": DENSE_BYTES,

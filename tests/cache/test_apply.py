@@ -233,6 +233,15 @@ class TestQuantize:
         made.keep(seq, 0, [[0, 1, 3, 4, 5, 6, 7]] * 2)
         made.check(seq)
 
+    def test_two_edits_drop_what_each_of_them_drops(self) -> None:
+        made, seq = one_layer(N)
+        bits = torch.full((2, N), 16)
+        bits[:, [1, 6]] = 0
+        first = torch.arange(N) < 4
+        apply(made, seq, Quantize(bits, 16, tokens=first), Quantize(bits, 16, tokens=~first))
+        made.keep(seq, 0, [[0, 2, 3, 4, 5, 7]] * 2)
+        made.check(seq)
+
     def test_zero_bits_of_a_key_channel_make_it_zero(self) -> None:
         made, seq = one_layer(N)
         bits = torch.full((2, 8), 16)
@@ -516,7 +525,7 @@ class TestRefusals:
         made, seq = one_layer(N, rope=Rope(10000.0, 8, "yarn"))
         before = bits_of(made.cache, seq)
         with pytest.raises(LayoutError, match="RoPE kind 'yarn'"):
-            apply(made, seq, Evict(ALL), LowRank(ONE, EYE, EYE, EYE, EYE, domain="pre_rope"))
+            apply(made, seq, Bias(torch.ones(2, N)), LowRank(ONE, EYE, EYE, EYE, EYE, domain="pre_rope"))
         assert bits_of(made.cache, seq) == before
 
     @pytest.mark.parametrize(

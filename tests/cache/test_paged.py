@@ -159,6 +159,14 @@ class TestFork:
         grandchild = made.cache.fork(child)
         assert bits_of(made.cache, grandchild) == bits_of(made.cache, child)
 
+    def test_evicting_encoded_tokens_of_a_fork_narrows_only_its_own_mask(self) -> None:
+        made, seq = one_layer(8)
+        made.cache.apply(seq, Decision({0: [Quantize(16, 16)]}))
+        child, before = made.fork(seq), bits_of(made.cache, seq)
+        made.cache.apply(child, keep({0: [[0, 7], [1, 2, 7]]}, made, child))
+        made.check(seq, child)
+        assert bits_of(made.cache, seq) == before and len(made.cache.encoded) == 1
+
 
 class TestSlotReuse:
     def test_the_new_token_takes_the_slot_and_keeps_its_position(self) -> None:

@@ -1,4 +1,4 @@
-"""Traces of random rows, of any shape, that no model made."""
+"""Random tokens for a model to record, and traces of random rows, of any shape, that no model made."""
 
 from __future__ import annotations
 
@@ -11,6 +11,24 @@ from kvassay.layout.model import KV, Component, Layer, Layout, Window
 from kvassay.trace.reader import Trace
 from kvassay.trace.schema import BranchEntry, ModelIdentity, PrefixEntry, Recipe, TraceHeader, Versions
 from kvassay.trace.writer import TraceWriter
+from kvassay.workload.sample import Branch, Sample
+from tests.record import tiny
+
+
+def sample(context: int, answer: int) -> Sample:
+    """Random tokens: a context and two branches."""
+    branches = [
+        Branch(
+            tuple(tiny.token_ids(6, seed=i)),
+            tuple(tiny.token_ids(answer, seed=9 + i)),
+            "q",
+            "a",
+            tuple(range(answer)),
+            0.5,
+        )
+        for i in (1, 2)
+    ]
+    return Sample("needle_multikey", 0, 0, tuple(tiny.token_ids(context)), tuple(branches), False)
 
 
 def make(

@@ -26,7 +26,8 @@ from kvassay.policy.card import Approximates, Card, Effect, Evidence, Prefill, W
 from kvassay.policy.readset import ReadSet
 from kvassay.policy.registry import make, names
 from kvassay.policy.views import CacheView, LayerView
-from kvassay.record.load import LoadedModel, ModelIdentity
+from kvassay.record.fetch import fetch
+from kvassay.record.load import LoadedModel, ModelIdentity, load
 from kvassay.record.options import RecordOptions
 from kvassay.record.transformers import record_sample
 from kvassay.replay.arms import Arm, grid
@@ -34,9 +35,10 @@ from kvassay.replay.closed import Replay
 from kvassay.replay.open import covers, open_loop, output_errors
 from kvassay.replay.protocol import Protocol
 from kvassay.trace.reader import Trace
+from kvassay.workload.registry import build
 from tests.record import tiny
 from tests.replay import plain, synthetic
-from tests.replay.worlds import World, sample
+from tests.replay.worlds import World
 
 WORLDS = pytest.mark.parametrize("world", ["llama", "gemma"], indirect=True)
 SINK, RECENT = 4, 16
@@ -83,7 +85,7 @@ def test_dense_reproduces_every_layers_recorded_attention_output(family: str, tm
     model = tiny.build(family)
     loaded = LoadedModel(model, None, from_config(model.config), ModelIdentity("m", "folder", "0" * 64, "1" * 64))
     options = RecordOptions(prefill_chunk=40, q_tail=30, taps=("output",))
-    trace = record_sample(loaded, sample(90, 0, answer=4), tmp_path / "t", options)
+    trace = record_sample(loaded, synthetic.sample(90, 4), tmp_path / "t", options)
     found = output_errors(trace)
     layers = range(len(trace.layout.layers))
     assert [(e.segment, e.layer) for e in found] == [
@@ -187,7 +189,7 @@ def test_layers_outside_the_scope_are_dense_and_said_to_be(gemma: World) -> None
     trace = gemma.trace
     rows = open_loop(trace, [arm("random"), arm("quest", dense_layers=0, block=16, keep=0.8)], Protocol(block_size=8))
     sliding = [row for row in rows if row.layer not in full_layers(trace)]
-    assert len(sliding) == 2 * 2 * 4
+    assert len(sliding) == 2 * len(trace.branches) * 4
     assert all(not row.in_scope and row.output_error < 1e-6 and row.retained_mass > 1 - 1e-6 for row in sliding)
     assert all(row.in_scope and row.output_error > 1e-3 for row in rows if row not in sliding)
 
@@ -302,7 +304,9 @@ def test_rows_come_by_branch_arm_and_layer(llama: World) -> None:
     arms = [DENSE, arm("recency"), arm("exact_mass")]
     rows = open_loop(llama.trace, arms, progress=said.append)
     keys = [(row.branch, row.arm, row.layer) for row in rows]
-    assert keys == [(b, one.label, layer) for b in range(2) for one in arms for layer in range(4)]
+    assert keys == [
+        (b, one.label, layer) for b in range(len(llama.trace.branches)) for one in arms for layer in range(4)
+    ]
     assert {(row.trace, row.workload) for row in rows} == {("trace", "needle_multikey")}
     assert said == [*(f"decide {one.label}" for one in arms), *(f"layer {n}/4" for n in range(1, 5))]
 
@@ -391,3 +395,19 @@ def test_memory_does_not_grow_with_the_layers(tmp_path: Path) -> None:
     assert peaks[2] > layer
     # Eight layers more: their scores and masks, not their keys and values.
     assert peaks[10] - peaks[2] < 8 * layer / 10
+
+
+# -- for real ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["smollm2-135m", "gemma-3-270m"])
+def test_dense_reproduces_the_embedded_models_attention(name: str, tmp_path: Path) -> None:
+    fetch(name)
+    model = load(name)
+    text = build("kv_short", model.tokenizer, 1024, questions=1)
+    trace = record_sample(model, text, tmp_path / "t", RecordOptions(prefill_chunk=300, taps=("output",)))
+    found = output_errors(trace)
+    assert len(found) == 2 * len(trace.layout.layers)
+    assert max(e.error for e in found) < 1e-5

@@ -27,7 +27,8 @@ from kvassay.replay.open import open_loop, output_errors
 from kvassay.replay.protocol import Protocol
 from kvassay.trace.reader import Trace
 from tests.record import tiny
-from tests.replay.worlds import Words, sample
+from tests.replay import synthetic
+from tests.replay.worlds import Words
 
 CONTEXT = 150
 PROTECTION = Protection(4, 16)
@@ -86,7 +87,7 @@ def world(family: str, folder: Path, **options: Any) -> tuple[LoadedModel, Trace
     model = tiny.build(family)
     loaded = LoadedModel(model, None, from_config(model.config), ModelIdentity("m", "folder", "0" * 64, "1" * 64))
     chosen = RecordOptions(**{"prefill_chunk": 40, "q_tail": 64, "logits": "full", **options})
-    trace = record_sample(loaded, sample(CONTEXT, 0, answer=5), folder / "t", chosen)
+    trace = record_sample(loaded, synthetic.sample(CONTEXT, 5), folder / "t", chosen)
     return LoadedModel(model, Words(), loaded.layout, loaded.identity), trace
 
 

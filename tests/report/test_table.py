@@ -26,7 +26,7 @@ Transforming: keys, values or logits are approximated
 arm                         mean ±95%  nats  nats 0..1   -/+    bytes whole scope shared per-head  /token /dense
 fp8                        1.00 ±0.00 0.500 0.020 1.00   0/0  530 KiB   53%   26%  0/128        0 477 KiB    53%
 kivi                       0.75 ±0.00 0.900 0.300 1.00   0/0  200 KiB   20%   10%  0/128        0 180 KiB    20%
-blocks count as freed when their data moved into encoded segments, whose bytes are in held
+freed blocks are net of those that encoded segments fill again
 """
 
 

@@ -62,7 +62,7 @@ class Stored:
 
     def by_position(self) -> LayerData:
         """The same tokens by ascending position, padding last and as narrow as it can be."""
-        if self.complete and len(self.runs) == 1 and self.encoded is None:
+        if len(self.runs) == 1 and self.encoded is None:  # slots alone come by position
             return LayerData(self.runs[0], self.positions, self.slots, self.bias, inner_bias=self.inner_bias)
         alive = self.alive
         width = int(alive.sum(1).max()) if alive.numel() else 0

@@ -214,13 +214,18 @@ def _side_by_side(arrays: Sequence[Ints]) -> Tensor:
 def _runs(encodings: Sequence[Encoded]) -> Iterator[Run]:
     """Encoded segments as runs; short neighbours, such as the tokens of single steps, are read as one."""
     for short, group in itertools.groupby(encodings, key=lambda one: one.positions.shape[1] < SHORT):
-        yield from [_joined(list(group))] if short else (_joined([one]) for one in group)
+        members = list(group)
+        yield from map(_run, [members] if short else [[one] for one in members])
 
 
-def _joined(encodings: Sequence[Encoded]) -> Run:
+def _run(encodings: Sequence[Encoded]) -> Run:
+    def joined(sides: Iterator[Tensor]) -> Tensor:
+        first, *more = sides
+        return torch.cat([first, *more], 1) if more else first
+
     return Run(
-        lambda: torch.cat([one.keys() for one in encodings], 1),
-        lambda: torch.cat([one.values() for one in encodings], 1),
+        lambda: joined(one.keys() for one in encodings),
+        lambda: joined(one.values() for one in encodings),
         sum(one.positions.shape[1] for one in encodings),
     )
 

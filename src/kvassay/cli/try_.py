@@ -18,6 +18,7 @@ from kvassay.cli.params import TokenCount
 @click.option("--contexts", default=4, show_default=True, type=click.IntRange(1), help="How many contexts.")
 @click.option("--questions", default=3, show_default=True, type=click.IntRange(1), help="Questions per context.")
 @click.option("--query-aware", is_flag=True, help="Let policies see the questions while compressing.")
+@click.option("--own-prefill", is_flag=True, help="Also run POLICY... with a prefill of their own, first budget.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Seed of texts and policies.")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
 @click.option("--out", type=click.Path(path_type=Path), help="Run folder.  [default: one under runs/ by its settings]")
@@ -30,6 +31,7 @@ def try_(
     contexts: int,
     questions: int,
     query_aware: bool,
+    own_prefill: bool,
     seed: int,
     device: str,
     out: Path | None,
@@ -51,6 +53,7 @@ def try_(
         contexts=contexts,
         questions=questions,
         query_aware=query_aware,
+        own_prefill=own_prefill,
         seed=seed,
         device=device,
     )

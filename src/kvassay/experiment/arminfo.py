@@ -27,3 +27,5 @@ class ArmInfo:
     summary: str
     gaps: tuple[str, ...] = ()
     deviations: tuple[str, ...] = ()
+    own_prefill: bool = False
+    """Prefilled with the policy in the loop; False: forked from the dense prefill that all others share."""

@@ -1,8 +1,9 @@
-"""The arms of an experiment: the always-on ones, then every candidate at every budget."""
+"""The arms of an experiment: the always-on ones, every candidate at every budget, then own prefills."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from kvassay.experiment.schema import Experiment
 from kvassay.measure.aggregate import DENSE
 from kvassay.policy.base import Policy
 from kvassay.policy.budget import Allowance, Budget, Protection
+from kvassay.policy.card import Prefill
 from kvassay.policy.registry import parse
 from kvassay.replay.arms import Arm, always_on, grid
 
@@ -19,7 +21,7 @@ T = TypeVar("T")
 
 
 def build_arms(experiment: Experiment, source: str, base: Path) -> list[Arm]:
-    """Every arm of the experiment, always-on arms first.
+    """Every arm of the experiment, always-on arms first and those with a prefill of their own last.
 
     A candidate that is an always-on arm too appears once. Plug-in files are looked up from `base`.
     Raises `ExperimentError`, naming `source` and the key, for an unknown policy, parameter or budget.
@@ -36,7 +38,12 @@ def build_arms(experiment: Experiment, source: str, base: Path) -> list[Arm]:
         for arm in _named(f"{source}: [arms]", _candidate(policy, protection), budgets)
         if arm.label not in taken
     ]
-    arms = [*shared, *own]
+    place = f"{source}: [arms] own_prefill"
+    prefilled = [
+        _named(place, _own_prefill(_named(place, _parse_from(base), text), protection), budgets)
+        for text in wanted.own_prefill
+    ]
+    arms = [*shared, *own, *prefilled]
     labels = [arm.label for arm in arms]
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
@@ -83,6 +90,7 @@ def _describe(arm: Arm, always: bool) -> ArmInfo:
         summary=card.summary,
         gaps=card.gaps,
         deviations=card.deviations,
+        own_prefill=arm.prefill is Prefill.OWN,
     )
 
 
@@ -102,6 +110,15 @@ def _candidate(policy: Policy, protection: Protection) -> Callable[[Sequence[Bud
     def make(budgets: Sequence[Budget]) -> list[Arm]:
         units = policy.card.budgets | ({"keep_tokens"} if "read_tokens" in policy.card.budgets else set())
         return grid([policy], [b for b in budgets if b.unit in units] or budgets, protection)
+
+    return make
+
+
+def _own_prefill(policy: Policy, protection: Protection) -> Callable[[Sequence[Budget]], Arm]:
+    """One policy with a prefill of its own, at the first budget that it can honour."""
+
+    def make(budgets: Sequence[Budget]) -> Arm:
+        return replace(_candidate(policy, protection)(budgets)[0], prefill=Prefill.OWN)
 
     return make
 

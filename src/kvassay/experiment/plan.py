@@ -19,10 +19,10 @@ from typing import Any
 from kvassay.errors import ExperimentError, LayoutError, WorkloadError
 from kvassay.experiment.arms import build_arms, check_budgets
 from kvassay.experiment.code import recorder_code, replay_code
-from kvassay.experiment.schema import Experiment, Workload
+from kvassay.experiment.schema import CalibrationTable, Experiment, Workload
 from kvassay.experiment.tokens import show_tokens
 from kvassay.layout.config import from_config
-from kvassay.policy.card import Card
+from kvassay.policy.card import Card, When
 from kvassay.record.load import ModelIdentity
 from kvassay.record.options import RecordOptions
 from kvassay.replay.arms import Arm
@@ -64,6 +64,11 @@ class Unit:
         """One line for people."""
         return f"{short_model(self.trace_set.model)}, {self.trace_set.label}, context {self.index + 1}"
 
+    @property
+    def trace_name(self) -> str:
+        """What its trace is called, before the key."""
+        return f"{short_model(self.trace_set.model)}-{self.trace_set.label}-{self.index}"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -81,6 +86,12 @@ class Plan:
     def trace_sets(self) -> tuple[TraceSet, ...]:
         """Each model on each workload, in file order."""
         return tuple(unit.trace_set for unit in self.units if unit.index == 0)
+
+    @property
+    def calibration(self) -> CalibrationTable | None:
+        """What each model is calibrated on; None if no arm learns offline."""
+        offline = any(When.OFFLINE in arm.policy.card.when for arm in self.arms)
+        return self.experiment.calibration if offline else None
 
 
 def make_plan(experiment: Experiment, source: str, base: Path) -> Plan:
@@ -127,12 +138,19 @@ def record_options(experiment: Experiment, cards: Sequence[Card]) -> RecordOptio
 
 
 def check_workloads(experiment: Experiment, source: str) -> None:
-    """Refuse an unknown workload."""
+    """Refuse an unknown workload, and a calibration whose text is not set apart from the tests'."""
     for number, workload in enumerate(experiment.workload):
         try:
             get(workload.name)
         except WorkloadError as error:
             raise ExperimentError(f"{source}: [[workload]] {number + 1}: {error}") from None
+    name = experiment.calibration.workload
+    try:
+        divided = get(name).draft is not None
+    except WorkloadError as error:
+        raise ExperimentError(f"{source}: [calibration] workload: {error}") from None
+    if not divided:
+        raise ExperimentError(f"{source}: [calibration] workload: '{name}' is imported, it has no text set apart")
 
 
 def check_lengths(experiment: Experiment, source: str) -> None:
@@ -165,8 +183,8 @@ def _base(value: object) -> object:
     return Path(value).name if isinstance(value, str) and "/" in value else value
 
 
-def trace_folder(unit: Unit, identity: ModelIdentity, sample: Sample, options: RecordOptions) -> str:
-    """Name of the folder of a unit's trace: readable, and ending in the key of what it was recorded from.
+def trace_folder(name: str, identity: ModelIdentity, sample: Sample, options: RecordOptions) -> str:
+    """Folder of a trace: its name made safe, then the key of what it was recorded from.
 
     The sample itself is hashed, not the recipe, so that a corrected workload is recorded anew.
     """
@@ -179,14 +197,15 @@ def trace_folder(unit: Unit, identity: ModelIdentity, sample: Sample, options: R
             "code": recorder_code(),
         }
     )
-    words = f"{short_model(unit.trace_set.model)}-{unit.trace_set.label}-{unit.index}"
-    return f"{re.sub(r'[^A-Za-z0-9.]+', '-', words).strip('-')}-{key}"
+    return f"{re.sub(r'[^A-Za-z0-9.]+', '-', name).strip('-')}-{key}"
 
 
-def unit_key(trace: Trace, plan: Plan) -> str:
-    """Key of a unit: what was recorded, how it is replayed, under which arms, by which code."""
+def unit_key(trace: Trace, plan: Plan, calibration: Trace | None = None) -> str:
+    """Key of a unit: what was recorded, how it is replayed, under which arms, fitted on what, by which code."""
+    fitted = {} if calibration is None else {"calibration": trace_content(calibration)}
     return _key(
         {
+            **fitted,
             "trace": trace_content(trace),
             "arms": [_arm_key(arm) for arm in plan.arms],
             "protocol": dataclasses.asdict(plan.protocol),

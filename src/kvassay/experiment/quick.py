@@ -23,12 +23,14 @@ def quick_experiment(
     contexts: int,
     questions: int,
     query_aware: bool = False,
+    own_prefill: bool = False,
     seed: int = 0,
     device: str = "cpu",
 ) -> Experiment:
     """The experiment with every other setting at its default; its name says and hashes what is asked for,
 
-    so that the same options continue the same run folder. Raises `ExperimentError` as for a file.
+    so that the same options continue the same run folder. `own_prefill` runs the policies with a prefill of their
+    own too. Raises `ExperimentError` as for a file.
     """
     data = {
         "experiment": {"name": "try", "models": [model], "seed": seed, "device": device},
@@ -42,7 +44,11 @@ def quick_experiment(
             }
             for name in workloads
         ],
-        "arms": {"policies": list(policies), "budgets": list(budgets)},
+        "arms": {
+            "policies": list(policies),
+            "budgets": list(budgets),
+            "own_prefill": list(policies) if own_prefill else [],
+        },
     }
     made = parse_experiment(data, "kvassay try")
     digest = hashlib.sha256(resolved_toml(made).encode()).hexdigest()[:8]

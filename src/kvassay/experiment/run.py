@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from typing import Protocol as Interface
 
 from kvassay.errors import ExperimentError
 from kvassay.experiment.arms import describe_arms
+from kvassay.experiment.calibrate import calibration_name, calibration_sample
 from kvassay.experiment.collect import collect
 from kvassay.experiment.folder import MANIFEST, RESOLVED, RunFolder
 from kvassay.experiment.plan import Plan, Unit, short_model, trace_folder, unit_key
@@ -26,14 +28,31 @@ from kvassay.measure.result import BranchResult
 from kvassay.record.load import LoadedModel, load
 from kvassay.record.transformers import record_sample
 from kvassay.replay.arms import Arm
+from kvassay.replay.calibration import fitting_once
 from kvassay.replay.closed import replay_trace
 from kvassay.replay.protocol import Protocol
 from kvassay.trace.reader import Trace
 from kvassay.workload.registry import build
 from kvassay.workload.sample import Sample
 
-Replay = Callable[[LoadedModel, Trace, Sequence[Arm], Protocol, Callable[[str], None]], list[BranchResult]]
 MANIFEST_SCHEMA = 1
+
+
+class Replay(Interface):
+    """What replays one trace, as `replay_trace` does."""
+
+    def __call__(
+        self,
+        loaded: LoadedModel,
+        trace: Trace,
+        arms: Sequence[Arm],
+        protocol: Protocol,
+        progress: Callable[[str], None],
+        /,
+        *,
+        calibration: Trace | None,
+    ) -> list[BranchResult]:
+        """One row per question and arm."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +65,24 @@ class Done:
     """Name of the trace folder."""
 
 
+@dataclass(frozen=True)
+class _Session:
+    """What the units of one model share."""
+
+    loaded: LoadedModel
+    plan: Plan
+    folder: RunFolder
+    listener: Listener
+    replay: Replay
+
+
 def run(plan: Plan, path: str | Path, listener: Listener | None = None, replay: Replay = replay_trace) -> Results:
     """Run what is left of a plan in the folder `path` and return all its results.
 
     Raises `ExperimentError` if another run holds the folder or it cannot be written; whatever is finished stays.
     """
     folder = RunFolder(path)
-    with folder.locked():
+    with folder.locked(), fitting_once():
         manifest = _start(folder, plan)
         done: list[Done] = []
         for model in dict.fromkeys(unit.trace_set.model for unit in plan.units):
@@ -81,6 +111,7 @@ def _start(folder: RunFolder, plan: Plan) -> dict[str, Any]:
         "protection": plan.experiment.protection.model_dump(),
         "arms": [asdict(info) for info in describe_arms(plan.arms, plan.experiment)],
         "models": [],
+        "calibrations": [],
         "planned_units": len(plan.units),
         "units": [],
         "trace_sets": [],
@@ -105,27 +136,41 @@ def _run_model(
     manifest["models"].append(asdict(loaded.identity))
     # All texts first: a workload that cannot be made is refused before anything is recorded.
     samples = [make_sample(loaded, unit, plan) for unit in units]
+    session = _Session(loaded, plan, folder, listener, replay)
+    calibration = _calibration(session, model)
+    if calibration is not None:
+        manifest["calibrations"].append({"model": short_model(model), "trace": calibration.path.name})
     done = []
     for unit, sample in zip(units, samples, strict=True):
         listener.begin(unit.title)
-        item, found = _run_unit(loaded, unit, sample, plan, folder, listener, replay)
+        item, found = _run_unit(session, unit, sample, calibration)
         done.append(item)
         listener.end(found)
-    del loaded
+    del session, loaded
     gc.collect()
     return done
 
 
-def _run_unit(
-    loaded: LoadedModel, unit: Unit, sample: Sample, plan: Plan, folder: RunFolder, listener: Listener, replay: Replay
-) -> tuple[Done, bool]:
+def _calibration(session: _Session, model: str) -> Trace | None:
+    """The trace that this model's offline policies are fitted on; None if there are none."""
+    wanted = session.plan.calibration
+    if wanted is None:
+        return None
+    sample = calibration_sample(session.loaded, wanted)
+    return _trace(session, calibration_name(model, sample), sample)
+
+
+def _run_unit(session: _Session, unit: Unit, sample: Sample, calibration: Trace | None) -> tuple[Done, bool]:
     """One unit, and whether it was there already."""
-    trace = _trace(loaded, unit, sample, plan, folder, listener)
-    key = unit_key(trace, plan)
+    plan, folder = session.plan, session.folder
+    trace = _trace(session, unit.trace_name, sample)
+    key = unit_key(trace, plan, calibration)
     done = Done(unit, key, trace.path.name)
     if _readable(folder.unit(key)):
         return done, True
-    rows = replay(loaded, trace, plan.arms, plan.protocol, listener.step)
+    rows = session.replay(
+        session.loaded, trace, plan.arms, plan.protocol, session.listener.step, calibration=calibration
+    )
     _check_rows(rows, trace, plan)
     notes = {"unit": key, "trace": trace.path.name, "code_sha256": plan.code}
     folder.write(folder.unit(key), lambda path: write_results(rows, path, notes))
@@ -148,16 +193,17 @@ def make_sample(loaded: LoadedModel, unit: Unit, plan: Plan) -> Sample:
     )
 
 
-def _trace(loaded: LoadedModel, unit: Unit, sample: Sample, plan: Plan, folder: RunFolder, listener: Listener) -> Trace:
-    """The unit's trace: recorded now, or by an earlier run."""
-    path = folder.traces / trace_folder(unit, loaded.identity, sample, plan.options)
+def _trace(session: _Session, name: str, sample: Sample) -> Trace:
+    """The trace of a sample: recorded now, or by an earlier run."""
+    loaded, options = session.loaded, session.plan.options
+    path = session.folder.traces / trace_folder(name, loaded.identity, sample, options)
     if path.is_dir():
         return Trace.open(path)
 
     def say(done: int, total: int) -> None:
-        listener.step(f"recording {done}/{total} tokens")
+        session.listener.step(f"recording {done}/{total} tokens")
 
-    return record_sample(loaded, sample, path, plan.options, say)
+    return record_sample(loaded, sample, path, options, say)
 
 
 def _readable(path: Path) -> bool:

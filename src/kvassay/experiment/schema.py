@@ -84,6 +84,9 @@ class Arms(Table):
     A policy runs at those in a unit it can honour; policies that select what is read take `keep` as `read`, and
     the always-on arms take any fraction as one of the tokens.
     """
+    own_prefill: Names = ()
+    """Policies that also run at their first budget with a prefill of their own, which reads what the policy leaves
+    of earlier chunks; written as in `policies`. Only those that act while tokens come in (fp8) differ by it."""
     always_on: bool = True
     """Run the arms that every candidate is judged against; without dense nothing is compared."""
 
@@ -119,6 +122,17 @@ class RecordTable(Table):
     """Stored element type; float16 makes the trace its own reference."""
 
 
+class CalibrationTable(Table):
+    """`[calibration]`: the text that policies which learn offline are fitted on; recorded only if an arm does."""
+
+    length: Tokens = 2048
+    """Tokens of the context, 2048 or "2k"; where the model was made for less, as many as it takes."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the text."""
+    workload: str = "prose"
+    """Name in `kvassay workloads`; its prose is of documents that no test context is made of."""
+
+
 class Experiment(Table):
     """A whole experiment file."""
 
@@ -128,6 +142,7 @@ class Experiment(Table):
     protection: ProtectionTable = ProtectionTable()
     protocol: ProtocolTable = ProtocolTable()
     record: RecordTable = RecordTable()
+    calibration: CalibrationTable = CalibrationTable()
 
     @field_validator("workload")
     @classmethod
@@ -218,6 +233,7 @@ def _known(parents: list[str | int]) -> list[str]:
         "protection": ProtectionTable,
         "protocol": ProtocolTable,
         "record": RecordTable,
+        "calibration": CalibrationTable,
     }
     if parents:
         model = kinds.get(str(parents[0]), Experiment)

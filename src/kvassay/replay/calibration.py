@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,20 @@ SHARED_RUN = 64
 """Tokens in a row that two texts may not share: longer than a chat template's opening or an instruction."""
 
 Ids = NDArray[np.signedinteger[Any]]
+Fits = dict[tuple[str, str], Artefact]
+"""By the policy's label and the digest of the calibration trace, which covers model and text."""
+
+_KEPT: ContextVar[Fits | None] = ContextVar("kvassay_fits", default=None)
+
+
+@contextmanager
+def fitting_once() -> Iterator[None]:
+    """Within the block, a policy is fitted once per calibration trace, however many traces are replayed."""
+    token = _KEPT.set({})
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
 
 
 class TraceCalibration:
@@ -60,6 +76,7 @@ class TraceCalibration:
 def fit_offline(policies: Sequence[Policy], trace: Trace, calibration: Trace | None) -> dict[str, Artefact]:
     """Fit every policy that learns offline, once each; returns the artefacts by the policy's label.
 
+    What an enclosing `fitting_once` has seen before is not fitted again.
     Raises `PolicyError` if one needs a calibration and there is none, or if it is of another model or not
     disjoint from the trace under test.
     """
@@ -71,7 +88,12 @@ def fit_offline(policies: Sequence[Policy], trace: Trace, calibration: Trace | N
             f"{', '.join(sorted(offline))}: learns offline, so a calibration trace of other text is needed"
         )
     check_disjoint(trace, calibration)
-    return {label: policy.fit(TraceCalibration(calibration, policy)) for label, policy in offline.items()}
+    kept = _KEPT.get()
+    fits: Fits = {} if kept is None else kept
+    for label, policy in offline.items():
+        if (label, calibration.digest) not in fits:
+            fits[label, calibration.digest] = policy.fit(TraceCalibration(calibration, policy))
+    return {label: fits[label, calibration.digest] for label in offline}
 
 
 def check_disjoint(trace: Trace, calibration: Trace) -> None:

@@ -65,7 +65,7 @@ def draw_quality(axes: Axes, found: SetResult, arms: Mapping[str, ArmInfo], cost
     by_policy: dict[str, list[Cell]] = {}
     for cell in found.cells:
         if cell.arm != f"{DENSE}'":
-            by_policy.setdefault(_policy(cell.arm), []).append(cell)
+            by_policy.setdefault(_policy(arms[cell.arm]), []).append(cell)
     colours = _colours(arms)
     for policy, cells in by_policy.items():
         _draw_policy(axes, policy, sorted(cells, key=cost), arms, cost, colours[policy])
@@ -179,17 +179,16 @@ def read(cell: Cell) -> float:
     return cell.amounts["read_fraction"]
 
 
-def _policy(label: str) -> str:
-    """The arm's label without its budget."""
-    name, _, budget = label.rpartition(" ")
-    return name if name and "=" in budget and not budget.endswith(")") else label
+def _policy(info: ArmInfo) -> str:
+    """The arm's label without its budget; with `own-prefill`, which is another way to run the policy."""
+    return info.label.replace(f" {info.budget}", "", 1) if info.budget else info.label
 
 
 def _colours(arms: Mapping[str, ArmInfo]) -> dict[str, str]:
     """A colour per policy, the same in every figure of a run."""
-    names = list(dict.fromkeys(_policy(label) for label in arms if not label.startswith(DENSE)))
-    colours = {name: PALETTE[number % len(PALETTE)] for number, name in enumerate(names)}
-    return {DENSE: INK, f"{DENSE}'": INK, **colours}
+    dense = {DENSE: INK, f"{DENSE}'": INK}
+    names = dict.fromkeys(_policy(info) for label, info in arms.items() if label not in dense)
+    return {**dense, **{name: PALETTE[number % len(PALETTE)] for number, name in enumerate(names)}}
 
 
 def _share(cell: Cell, mode: str) -> float:

@@ -12,6 +12,7 @@ from kvassay.experiment.progress import listening
 from kvassay.experiment.results import Results
 from kvassay.experiment.run import run
 from kvassay.experiment.schema import Experiment
+from kvassay.report import words
 from kvassay.report.html import write_html
 from kvassay.report.table import ReportTable, console_for
 
@@ -22,7 +23,8 @@ RUNS = Path("runs")
 def run_and_report(experiment: Experiment, source: str, base: Path, out: Path | None) -> Results:
     """Run (or continue) an experiment in `out` (default `runs/NAME`), print its table and write its page.
 
-    `source` begins errors about the experiment; relative plug-in files are looked up in `base`.
+    `source` begins errors about the experiment; relative plug-in files are looked up in `base`. A dense arm below
+    its workload's floor is a result, said in the last line, not an error.
     """
     plan = make_plan(experiment, source, base)
     folder = out or RUNS / experiment.experiment.name
@@ -34,4 +36,7 @@ def run_and_report(experiment: Experiment, source: str, base: Path, out: Path | 
     console = console_for(sys.stdout)
     console.print(ReportTable(results))
     console.print(f"\nEvery number, figures and provenance: {page}", markup=False, soft_wrap=True)
+    unjudged = words.unjudged(results)
+    if unjudged is not None:
+        console.print(f"Finished, but {unjudged}.", markup=False, soft_wrap=True)
     return results

@@ -89,7 +89,24 @@ def legend(arms: Mapping[str, ArmInfo]) -> list[str]:
         lines.append(f"{RECONSTRUCTION} reconstruction: gaps of the published text were filled in by us")
     if any(label == f"{DENSE}'" for label in arms):
         lines.append("dense' is dense in another batch split: its distance from dense is the noise of the arithmetic")
+    if any(info.own_prefill for info in arms.values()):
+        lines.append(
+            "own-prefill: prefilled with the policy in the loop, reading what it left; all other arms share one dense "
+            "prefill"
+        )
     return lines
+
+
+def unjudged(results: Results) -> str | None:
+    """One line if dense is below its floor somewhere: how many tables say nothing of any arm, and what helps."""
+    below = [found for found in results.sets if found.floor is not None and not found.floor["passed"]]
+    if not below:
+        return None
+    where = "; ".join(f"{found.model}, {found.label}" for found in below)
+    return (
+        f"no arm can be judged in {len(below)} of {len(results.sets)} tables ({where}): dense itself is below the "
+        "floor there; try a larger model, shorter contexts or another workload"
+    )
 
 
 def number(value: float | None, digits: int = 3) -> str:
