@@ -37,3 +37,17 @@ def test_a_wrong_policy_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ):
         CliRunner().invoke(cli, ["try", "smollm2-135m", "snapvk"], catch_exceptions=False)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_own_prefill_below_the_floor_ends_well_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_tiny_model(tmp_path / "tiny-llama")
+    (tmp_path / "mine.py").write_text(PLUGIN.format(factor="1.0"), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    command = ["try", str(model), "mine.py:Mine", "svd", "--own-prefill", "--budget", "keep=0.25", *OPTIONS]
+    result = CliRunner().invoke(cli, command, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert "mine keep=0.25 own-prefill" in " ".join(result.stdout.split())
+    assert "svd own-prefill" in result.stdout and "mine keep=0.5 own-prefill" not in result.stdout
+    assert result.stdout.splitlines()[-1].startswith(
+        "Finished, but no arm can be judged in 1 of 1 tables (tiny-llama, kv_short 768): dense itself is below the floor"
+    )

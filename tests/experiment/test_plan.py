@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from kvassay.errors import ExperimentError
+from kvassay.experiment.arms import describe_arms
 from kvassay.experiment.plan import Plan, make_plan
 from kvassay.experiment.quick import quick_experiment
 from kvassay.experiment.schema import Experiment, load_experiment
+from kvassay.policy.card import Prefill
 from tests.experiment.test_code import PLUGIN
 from tests.experiment.test_schema import GOOD, write
 
@@ -60,6 +62,22 @@ MISTAKES = {
         "[[workload]] 1: length 8192 leaves no room for a question in the native context of smollm2-135m, 8192 tokens",
     ),
     "unknown model": (("smollm2-135m", "smolm2-135m"), "[experiment] models: smolm2-135m: no such file"),
+    "own prefill of an unknown policy": (
+        ("budgets =", 'own_prefill = ["pf8"]\nbudgets ='),
+        "[arms] own_prefill: unknown policy 'pf8' (did you mean 'fp8'?)",
+    ),
+    "own prefill twice": (
+        ("budgets =", 'own_prefill = ["fp8", "fp8"]\nbudgets ='),
+        "[arms] fp8 own-prefill: listed twice",
+    ),
+    "unknown calibration text": (
+        ("[arms]", '[calibration]\nworkload = "porse"\n[arms]'),
+        "[calibration] workload: unknown workload 'porse' (did you mean 'prose'?)",
+    ),
+    "imported calibration text": (
+        ("[arms]", '[calibration]\nworkload = "jsonl"\n[arms]'),
+        "[calibration] workload: 'jsonl' is imported, it has no text set apart",
+    ),
     "missing plug-in": (('"snapkv(window=16)"', '"none.py:Mine"'), "there is no file"),
 }
 
@@ -97,6 +115,26 @@ def test_each_policy_takes_the_budgets_of_its_unit(tmp_path: Path) -> None:
     assert "random keep=0.125" in labels and "exact_mass read=0.125" in labels
 
 
+def test_own_prefills_come_last_each_at_the_first_budget_it_can_honour(tmp_path: Path) -> None:
+    change = (
+        'budgets = ["keep=0.25"]',
+        'own_prefill = ["fp8", "svd", "knorm"]\nbudgets = ["read=0.125", "keep=0.5", "keep=0.25"]',
+    )
+    plan = plan_of(tmp_path, change)
+    assert [arm.label for arm in plan.arms][-3:] == ["fp8 own-prefill", "svd own-prefill", "knorm keep=0.5 own-prefill"]
+    assert [arm.prefill for arm in plan.arms][-4:] == [Prefill.SHARED_DENSE, *[Prefill.OWN] * 3]
+    assert "fp8" in [arm.label for arm in plan.arms]
+    marked = [info.label for info in describe_arms(plan.arms, plan.experiment) if info.own_prefill]
+    assert marked == ["fp8 own-prefill", "svd own-prefill", "knorm keep=0.5 own-prefill"]
+
+
+def test_only_what_learns_offline_asks_for_a_calibration(tmp_path: Path) -> None:
+    table = "\n[calibration]\nlength = 512\nseed = 9\n"
+    assert plan_of(tmp_path, extra=table).calibration is None
+    found = plan_of(tmp_path, ('"snapkv(window=16)"', '"svd(rank=0.25)"'), extra=table).calibration
+    assert found is not None and (found.length, found.seed, found.workload) == (512, 9, "prose")
+
+
 def test_beyond_native_can_be_allowed(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, ('"2k"', '"8k"'), extra="\n[protocol]\nallow_beyond_native = true\n")
     assert plan.options.allow_beyond_native and plan.protocol.allow_beyond_native
@@ -111,9 +149,18 @@ def test_plug_ins_lie_beside_the_file(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def quick() -> Callable[..., Experiment]:
-    def make(model: str = "smollm2-135m", length: int = 2048, budgets: tuple[str, ...] = ("keep=0.5",)) -> Experiment:
+    def make(
+        model: str = "smollm2-135m", length: int = 2048, budgets: tuple[str, ...] = ("keep=0.5",), own: bool = False
+    ) -> Experiment:
         return quick_experiment(
-            model, ["snapkv(window=16)"], budgets, workloads=["kv_short"], length=length, contexts=1, questions=2
+            model,
+            ["snapkv(window=16)"],
+            budgets,
+            workloads=["kv_short"],
+            length=length,
+            contexts=1,
+            questions=2,
+            own_prefill=own,
         )
 
     return make
@@ -124,7 +171,7 @@ def test_try_names_its_folder_by_what_is_asked(quick: Callable[..., Experiment])
     assert name.startswith("try-smollm2-135m-snapkv-window-16-")
     assert quick().experiment.name == name
     others = {quick(length=1024).experiment.name, quick(budgets=("keep=0.25",)).experiment.name}
-    assert len(others | {name}) == 3
+    assert len(others | {name, quick(own=True).experiment.name}) == 4
 
 
 def test_try_refuses_as_a_file_does(quick: Callable[..., Experiment]) -> None:

@@ -40,6 +40,7 @@ class FakeReplay:
 
     def __init__(self, stop_at: int | None = None) -> None:
         self.calls: list[str] = []
+        self.calibrations: list[Trace | None] = []
         self.stop_at = stop_at
 
     def __call__(
@@ -49,7 +50,10 @@ class FakeReplay:
         arms: Sequence[Arm],
         protocol: Protocol,
         progress: Callable[[str], None],
+        *,
+        calibration: Trace | None,
     ) -> list[BranchResult]:
+        self.calibrations.append(calibration)
         if self.stop_at == len(self.calls):
             raise KeyboardInterrupt
         self.calls.append(trace.path.name)
@@ -152,8 +156,8 @@ def test_a_damaged_unit_is_computed_again(plan: MAKER, tmp_path: Path) -> None:
 
 
 def test_an_incomplete_replay_is_refused(plan: MAKER, tmp_path: Path) -> None:
-    def short(*arguments: Any) -> list[BranchResult]:
-        return FakeReplay()(*arguments)[:-1]
+    def short(*arguments: Any, calibration: Trace | None) -> list[BranchResult]:
+        return FakeReplay()(*arguments, calibration=calibration)[:-1]
 
     with pytest.raises(
         ExperimentError, match=r"gave 19 rows for 20 questions x arms; question 1 under 'knorm keep=0.5'"

@@ -41,6 +41,8 @@ def test_defaults_are_those_of_the_documentation(tmp_path: Path) -> None:
     assert (found.protection.sink, found.protection.recent) == (4, 32)
     assert (found.protocol.free_tokens, found.protocol.block_size) == (16, 16)
     assert (found.record.prefill_chunk, found.record.q_tail, found.record.dtype) == (512, 64, "float32")
+    assert (found.calibration.length, found.calibration.seed, found.calibration.workload) == (2048, 0, "prose")
+    assert found.arms.own_prefill == ()
     assert found.arms.always_on and found.experiment.seed == 0 and found.experiment.device == "cpu"
 
 
@@ -88,6 +90,8 @@ def test_one_line_names_file_place_and_what_is_allowed(tmp_path: Path, before: s
         ('[record]\ndtype = "bfloat16"', "[record] dtype: Input should be 'float32' or 'float16', got 'bfloat16'"),
         ("[record]\nprefill_chunk = 0", "[record] prefill_chunk: Input should be greater than or equal to 1, got 0"),
         ("[protection]\nsinks = 4", "[protection] unknown key 'sinks' (did you mean 'sink'?)"),
+        ("[calibration]\nlenght = 4", "[calibration] unknown key 'lenght' (did you mean 'length'?)"),
+        ('[calibration]\nlength = "x"', "[calibration] length: 'x' is not a number of tokens"),
         ("[protocol]\nblock_size = 16.5", "[protocol] block_size: Input should be a valid integer"),
         ("[protocol]\nfree_tokens = true", "[protocol] free_tokens: Input should be a valid integer"),
     ],

@@ -30,7 +30,7 @@ def test_dense_is_the_recorded_model_the_oracle_and_itself_token_by_token(world:
         torch.testing.assert_close(watch.logits["dense'", index], mine, rtol=0, atol=1e-5)
         assert greedy_agrees(recorded, mine)
     again = [row for row in rows if row.arm == "dense'"]
-    assert [row.kl < 1e-9 and row.agree == 1 and row.divergence is None for row in again] == [True, True]
+    assert [(abs(row.kl) < 1e-6, row.agree, row.divergence) for row in again] == [(True, 1.0, None)] * 2
     assert all(row.retained_fraction == row.read_fraction == 1 for row in rows)
 
 

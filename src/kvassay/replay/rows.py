@@ -32,10 +32,9 @@ def branch_result(
     tokenizer: Any, trace: Trace, index: int, branch: Branch, gold: list[int], arm: Answer, dense: Answer
 ) -> BranchResult:
     """The row of one (branch, arm), with `dense` answering the same question in the same replay."""
-    # float32: a float64 copy of [answer, 262,144] logits per arm would cost more than the model's own head.
     scored = torch.tensor(_scored(branch, len(gold)))
     target = torch.tensor(gold)[scored]
-    mine, reference = (torch.log_softmax(a.logits[scored], -1) for a in (arm, dense))
+    mine, reference = (torch.log_softmax(a.logits[scored].double(), -1) for a in (arm, dense))
     best = mine.argmax(-1)
     text = tokenizer.decode(arm.generated, skip_special_tokens=True)
     scope = arm.lane.scope
