@@ -166,6 +166,8 @@ class TestFork:
         made.cache.apply(child, keep({0: [[0, 7], [1, 2, 7]]}, made, child))
         made.check(seq, child)
         assert bits_of(made.cache, seq) == before and len(made.cache.encoded) == 1
+        made.extend(seq, 1)  # and not because an old view was kept
+        made.check(seq, child)
 
 
 class TestSlotReuse:

@@ -1,0 +1,68 @@
+"""Arms with a prefill of their own: what differs from the shared dense prefill, and how the report shows them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvassay.experiment.plan import make_plan
+from kvassay.experiment.results import Results
+from kvassay.experiment.run import run
+from kvassay.experiment.schema import load_experiment
+from kvassay.report import figures, words
+from kvassay.report.html import render
+from tests.experiment.tiny import write_experiment
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Results:
+    folder = tmp_path_factory.mktemp("own-prefill")
+    file = write_experiment(folder, tiny_model, 2)
+    text = file.read_text(encoding="utf-8")
+    text = text.replace("budgets =", 'own_prefill = ["fp8", "dense", "knorm"]\nbudgets =')
+    file.write_text(text, encoding="utf-8")
+    return run(make_plan(load_experiment(file), file.name, folder), folder / "run")
+
+
+def nll(results: Results, arm: str) -> list[float]:
+    return [row.nll for row in results.samples() if row.arm == arm]
+
+
+def test_dense_is_the_same_either_way(results: Results) -> None:
+    shared, own = nll(results, "dense"), nll(results, "dense own-prefill")
+    assert len(shared) == len(own) == 4
+    assert own == pytest.approx(shared, abs=1e-4)
+
+
+def test_fp8_is_not(results: Results) -> None:
+    dense, shared, own = (nll(results, arm) for arm in ("dense", "fp8", "fp8 own-prefill"))
+    # Far beyond the arithmetic's noise, in every question: later chunks read what fp8 made of earlier ones.
+    assert all(abs(a - b) > 1e-3 for a, b in zip(shared, own, strict=True))
+    assert all(abs(a - b) > 1e-3 for a, b in zip(dense, own, strict=True))
+
+
+def test_dense_stays_what_all_are_compared_with(results: Results) -> None:
+    found = results.sets[0]
+    dense = found.cell("dense")
+    own = found.cell("dense own-prefill")
+    assert dense is not None and own is not None
+    assert dense.difference["nll"].mean == 0 and own.difference["nll"].mean != 0
+
+
+def test_the_report_marks_them(results: Results) -> None:
+    assert [label for label, info in results.arms.items() if info.own_prefill] == [
+        "fp8 own-prefill", "dense own-prefill", "knorm keep=0.5 own-prefill",
+    ]  # fmt: skip
+    assert any(line.startswith("own-prefill: ") for line in words.legend(results.arms))
+    shared = {label: info for label, info in results.arms.items() if not info.own_prefill}
+    assert not any(line.startswith("own-prefill: ") for line in words.legend(shared))
+    page = render(results)
+    assert "knorm keep=0.5 own-prefill" in page and "own-prefill: prefilled with" in page
+
+
+def test_figures_draw_them_as_policies_of_their_own(results: Results) -> None:
+    figure = figures.quality_figure(results.sets[0], results.arms, figures.retained, "bytes held")
+    names = figure.axes[0].get_legend_handles_labels()[1]
+    assert {"fp8 (transforming)", "fp8 own-prefill (transforming)"} <= set(names)
+    assert {"dense", "dense own-prefill", "knorm", "knorm own-prefill"} <= set(names)
