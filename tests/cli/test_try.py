@@ -48,6 +48,5 @@ def test_own_prefill_below_the_floor_ends_well_and_says_so(tmp_path: Path, monke
     assert result.exit_code == 0, result.output
     assert "mine keep=0.25 own-prefill" in " ".join(result.stdout.split())
     assert "svd own-prefill" in result.stdout and "mine keep=0.5 own-prefill" not in result.stdout
-    assert result.stdout.splitlines()[-1].startswith(
-        "Finished, but no arm can be judged in 1 of 1 tables (tiny-llama, kv_short 768): dense itself is below the floor"
-    )
+    end = "Finished, but no arm can be judged in 1 of 1 tables (tiny-llama, kv_short 768): dense itself is below"
+    assert result.stdout.splitlines()[-1].startswith(end)

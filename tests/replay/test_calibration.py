@@ -47,6 +47,8 @@ def test_text_that_is_not_disjoint_is_refused(llama: World) -> None:
         with pytest.raises(PolicyError, match=rf"tokens {at} to {at + SHARED_RUN - 1} of the test are in it") as caught:
             check_disjoint(llama.trace, shared)
         assert "\n" not in str(caught.value)
+        with pytest.raises(PolicyError, match=rf"tokens {at} to"):
+            fit_offline([make("svd")], llama.trace, shared)
     check_disjoint(llama.trace, with_shared(llama, 131, SHARED_RUN - 1, "nearly"))
     check_disjoint(llama.trace, llama.calibration)
 

@@ -31,7 +31,7 @@ ARMS = [
 ]
 
 
-def card(**more: Any) -> Card:
+def card_of(**more: Any) -> Card:
     given = {"effects": frozenset({Effect.EVICT}), "budgets": frozenset(), **more}
     return Card(name="bad", source="test", summary="breaks a law", **given)
 
@@ -39,7 +39,7 @@ def card(**more: Any) -> Card:
 def scorer(score: Callable[[LayerView], Tensor], **more: Any) -> Policy:
     @dataclass(frozen=True)
     class Bad(Policy):
-        card: ClassVar[Card] = globals()["card"](**more)
+        card: ClassVar[Card] = card_of(**more)
 
         def score(self, layer: LayerView, memory: Memory) -> Tensor:
             return score(layer)
@@ -50,7 +50,7 @@ def scorer(score: Callable[[LayerView], Tensor], **more: Any) -> Policy:
 def decider(decide: Callable[[CacheView], Decision], **more: Any) -> Policy:
     @dataclass(frozen=True)
     class Bad(Policy):
-        card: ClassVar[Card] = globals()["card"](**more)
+        card: ClassVar[Card] = card_of(**more)
 
         def decide(self, cache: CacheView, scores: Mapping[int, Tensor], memory: Memory, budget: Allowance) -> Decision:
             return decide(cache)
@@ -71,7 +71,7 @@ def editor(edit: Callable[[LayerView], Any], **more: Any) -> Policy:
 def reader(read: Callable[[LayerView], ReadSet]) -> Policy:
     @dataclass(frozen=True)
     class Bad(Policy):
-        card: ClassVar[Card] = globals()["card"](effects=frozenset({Effect.SELECT}), when=frozenset({When.EVERY_STEP}))
+        card: ClassVar[Card] = card_of(effects=frozenset({Effect.SELECT}), when=frozenset({When.EVERY_STEP}))
 
         def read(
             self, layer: LayerView, query: Tensor, memory: Memory, budget: Allowance, previous: ReadSet | None
@@ -84,7 +84,7 @@ def reader(read: Callable[[LayerView], ReadSet]) -> Policy:
 def observer(observe: Callable[[StepView], object], **more: Any) -> Policy:
     @dataclass(frozen=True)
     class Bad(Policy):
-        card: ClassVar[Card] = globals()["card"](when=frozenset({When.EVERY_STEP}), **more)
+        card: ClassVar[Card] = card_of(when=frozenset({When.EVERY_STEP}), **more)
 
         def observe(self, state: State, step: StepView) -> State:
             observe(step)
@@ -264,11 +264,13 @@ def refused(world: World, watch: Watch, arm: Arm, error: type[KvassayError], wor
 
 
 def test_window_layers_are_out_of_bounds_unless_the_card_names_them(gemma: World, watch: Watch) -> None:
+    seen: list[int] = []
+
     def thin(cache: CacheView) -> Decision:
+        seen.extend(cache.layers)
         return Decision({index: [Evict(layer.positions % 2 == 0)] for index, layer in cache.layers.items()})
 
-    seen: list[int] = []
-    named = decider(lambda cache: (seen.extend(cache.layers), thin(cache))[1], acts_on=frozenset({"sliding"}))
+    named = decider(thin, acts_on=frozenset({"sliding"}))
     watch.run(gemma, [ARMS[0], Arm(named, None, PROTECTION)])
     assert seen == [0, 2, 3, 5]
     unnamed = decider(lambda cache: Decision({0: [Evict(ones(2, 24))]}))
@@ -278,9 +280,9 @@ def test_window_layers_are_out_of_bounds_unless_the_card_names_them(gemma: World
 
 def test_a_card_must_agree_with_itself_and_with_the_model(llama: World, watch: Watch) -> None:
     with pytest.raises(PolicyError, match="only a reference may ask for future queries"):
-        card(evidence=frozenset({Evidence.FUTURE_QUERIES}))
+        card_of(evidence=frozenset({Evidence.FUTURE_QUERIES}))
     with pytest.raises(PolicyError, match=r"taps layers \[1\] without the evidence 'hidden'"):
-        card(taps=frozenset({1}))
+        card_of(taps=frozenset({1}))
     beyond = observer(lambda step: None, taps=frozenset({9}), evidence=frozenset({Evidence.HIDDEN}))
     with pytest.raises(PolicyError, match="taps layer 9, the model has 4 layers"):
         watch.run(llama, [ARMS[0], Arm(beyond, None, PROTECTION)])
@@ -293,7 +295,7 @@ def test_summaries_of_blocks_that_edits_have_torn_are_refused(llama: World, watc
     @dataclass(frozen=True)
     class Torn(Policy):
         interval: int = 4
-        card: ClassVar[Card] = globals()["card"](when=frozenset({When.EVERY_N, When.BLOCK_FULL}))
+        card: ClassVar[Card] = card_of(when=frozenset({When.EVERY_N, When.BLOCK_FULL}))
 
         def summarize(self, block: Any) -> Mapping[str, Tensor]:
             return {"mean": block.keys.mean(2)}

@@ -71,7 +71,7 @@ def test_no_edit_touches_uncommitted_tokens(llama: World) -> None:
     ):
         with pytest.raises(IllegalEdit, match=words):
             cache.apply(seq, Decision({1: [edit]}))
-    with pytest.raises(IllegalEdit, match="5 uncommitted tokens: .*slot reuse"):
+    with pytest.raises(IllegalEdit, match=r"5 uncommitted tokens: .*slot reuse"):
         cache.apply(seq, Decision(reuse=3))
     assert same(contents(cache, seq), held)
     # What an edit without a scope encodes is what is committed and raw.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -116,7 +116,7 @@ def contents(cache: PagedCache, seq: int) -> dict[int, tuple[Tensor, Tensor, Ten
     return found
 
 
-def same(a: dict[int, tuple[Tensor, ...]], b: dict[int, tuple[Tensor, ...]]) -> bool:
+def same(a: Mapping[int, tuple[Tensor, ...]], b: Mapping[int, tuple[Tensor, ...]]) -> bool:
     """Bit-identical."""
     return a.keys() == b.keys() and all(
         torch.equal(x, y) for layer in a for x, y in zip(a[layer], b[layer], strict=True)
