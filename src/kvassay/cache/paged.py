@@ -48,6 +48,10 @@ class PagedCache:
         self._bias: dict[tuple[int, int, bool], Tensor] = {}
         """By sequence, layer, and whether it is added before the layer's soft-cap: float [kv_heads, length]."""
         self._group_of = {layer: group for group in groups for layer in group.layers}
+        self._tails: dict[tuple[int, int, int, tuple[int, ...]], tuple[Ints, Ints]] = {}
+        """Where the newest tokens lie, by group; emptied by every `extend`."""
+        self._reusing: set[int] = set()
+        """Sequences whose newest token took the slots of evicted ones."""
 
     # -- life of a sequence ----------------------------------------------------------------------------
 
@@ -76,18 +80,19 @@ class PagedCache:
 
         reuse: position of an evicted token whose slot the one new token takes, in every full group.
         """
+        self._tails.clear()
+        self._reusing.discard(seq)
         if reuse is None:
             self.run(self.ledger.append(seq, token_ids, committed))
             return
+        self._reusing.add(seq)
         if len(token_ids) != 1:
             raise CacheError(f"slot reuse takes 1 token at a time, not {len(token_ids)}")
         self.run(self.ledger.reuse_slot(seq, self._victims(reuse), token_ids[0]))
 
     def write(self, layer: int, seqs: Sequence[int], k: Tensor, v: Tensor) -> None:
         """Write the newest tokens' k, v [sequences, kv_heads, tokens, dim] of one layer."""
-        tokens = k.shape[2]
-        where = [self._newest(seq, layer, tokens) for seq in seqs]
-        blocks, offsets = (np.stack(side) for side in zip(*where, strict=True))
+        blocks, offsets = self._newest_of(layer, seqs, k.shape[2])
         self.store.write(layer, blocks, offsets, k, v)
 
     def run(self, ops: Sequence[Op]) -> None:
@@ -167,7 +172,8 @@ class PagedCache:
 
     def bias_elements(self, seq: int, layer: int) -> int:
         """Elements of per-slot bias a layer carries: one per live token and head, float32."""
-        return self._biases(seq, layer) * sum(len(p) for p in self.ledger.live(seq, layer))
+        biases = self._biases(seq, layer)
+        return biases * sum(len(p) for p in self.ledger.live(seq, layer)) if biases else 0
 
     def check(self) -> None:
         """The ledger's laws, and that every segment's tensors are held exactly once."""
@@ -191,6 +197,18 @@ class PagedCache:
 
     def _victims(self, position: int) -> dict[int, int]:
         return {group.index: position for group in self.ledger.groups if group.window is None}
+
+    def _newest_of(self, layer: int, seqs: Sequence[int], tokens: int) -> tuple[Ints, Ints]:
+        """`_newest` of several sequences, [sequences, kv_heads, tokens]; one answer for all layers of a group."""
+        group = self._group_of[layer]
+        key = group.index, group.heads(layer), tokens, tuple(seqs)
+        found = self._tails.get(key)
+        if found is None:
+            where = [self._newest(seq, layer, tokens) for seq in seqs]
+            found = np.stack([blocks for blocks, _ in where]), np.stack([offsets for _, offsets in where])
+            if not self._reusing.intersection(seqs):  # a reused slot may be another one in every layer
+                self._tails[key] = found
+        return found
 
     def _newest(self, seq: int, layer: int, tokens: int) -> tuple[Ints, Ints]:
         """Block ids and offsets [kv_heads, tokens] of the last appended tokens; after slot reuse heads may differ."""

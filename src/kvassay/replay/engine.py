@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from kvassay.cache.data import Stored
-from kvassay.cache.ops import Ints
+from kvassay.cache.ops import Ints, SlotView
 from kvassay.cache.paged import PagedCache
 from kvassay.kernels.cpu import paged_decode
 from kvassay.kernels.reference import attend
@@ -34,6 +34,8 @@ from kvassay.replay.bytes import held, read_bytes
 from kvassay.replay.lane import Lane
 
 NAME = "kvassay_replay"
+IN_PLACE = 8
+"""Longest chunk that attends in place; a longer one is worth gathering for matrix products."""
 QUERY_EVIDENCE = {Evidence.QUERIES, Evidence.ATTENTION}
 
 
@@ -85,7 +87,8 @@ class Engine:
         for moment in (When.EVERY_STEP, When.EVERY_N):
             if asking.due(lane, moment):
                 asking.decide(lane, evidence)
-        lane.peak_bytes = max(lane.peak_bytes, held(lane).total)
+        if lane.stepwise:  # other lanes only grow: their last step is their peak
+            lane.peak_bytes = max(lane.peak_bytes, held(lane).total)
 
     @contextmanager
     def _hidden_taps(self, lanes: Sequence[Lane]) -> Iterator[dict[int, Tensor]]:
@@ -108,10 +111,11 @@ class Engine:
 
 @dataclass(frozen=True)
 class _Slots:
-    """Physical slots [kv_heads, n] one query reads, and how many of them are meant, [kv_heads]."""
+    """Physical slots [kv_heads, n] of one lane, and from where to where each query reads, [queries, kv_heads]."""
 
     physical: Ints
-    count: Ints
+    first: Ints
+    last: Ints
 
 
 class _Step:
@@ -131,10 +135,10 @@ class _Step:
         slots: dict[int, _Slots] = {}
         for row, lane in enumerate(self.lanes):
             chosen, scanned, data = asking.select(lane, owner, q[row])
-            one = self._slots(lane, owner, layer, q, chosen)
+            one = self._slots(row, owner, chosen)
             if one is not None:
                 slots[row] = one
-                self._charge(lane, self.cache.layout.layers[owner], one.count, scanned)
+                self._charge(lane, self.cache.layout.layers[owner], one.last - one.first, scanned)
             else:
                 data = data or self.cache.stored(lane.seq, owner, q.shape[2])
                 out[row] = self._reference(layer, owner, row, q[row], data, chosen, scanned, sinks)
@@ -146,42 +150,44 @@ class _Step:
                 self._keep_queries(lane, index, q[row], self.positions[row])
         return out
 
-    def _slots(self, lane: Lane, owner: int, layer: Layer, q: Tensor, chosen: ReadSet | None) -> _Slots | None:
-        """The slots a one-token query reads, if attention can walk them in place."""
-        if q.shape[2] != 1 or not self.cache.is_plain(lane.seq, owner):
+    def _slots(self, row: int, owner: int, chosen: ReadSet | None) -> _Slots | None:
+        """The slots a short chunk reads, if attention can walk them in place."""
+        positions, seq = self.positions[row].numpy(), self.seqs[row]
+        tokens = len(positions)
+        if tokens > IN_PLACE or not self.cache.is_plain(seq, owner):
             return None
-        view = self.cache.ledger.slots(lane.seq, owner)
+        view = self.cache.ledger.slots(seq, owner, tokens)
         physical = view.block_ids * view.block_size + view.offsets
-        if chosen is None:
-            return _Slots(physical, view.counts)
-        heads = physical.shape[0]
-        if chosen.index.shape[1] not in (1, heads):
-            return None
-        mask = chosen.mask(torch.from_numpy(view.logical.astype(np.int64)), heads)[0].numpy()
-        mask[np.arange(heads), view.counts - 1] = True  # the query's own token
-        counts = mask.sum(1, dtype=np.int32)
-        packed = np.zeros((heads, int(counts.max())), dtype=np.int32)
-        for head in range(heads):
-            packed[head, : counts[head]] = physical[head, mask[head]]
-        return _Slots(packed, counts)
+        if chosen is not None:
+            return _selected(physical, view, chosen) if tokens == 1 else None
+        # The chunk's own tokens come last in every head, so the query t steps before the end reads t entries less.
+        last = view.counts - np.arange(tokens - 1, -1, -1, dtype=np.int32)[:, None]
+        window = self.cache.layout.layers[owner].window
+        if window is None:
+            return _Slots(physical, np.zeros_like(last), last)
+        gone = (view.positions[None] >= 0) & (view.positions[None] <= positions[:, None, None] - window)
+        return _Slots(physical, gone.sum(-1, dtype=np.int32), last)
 
     def _in_place(self, layer: Layer, owner: int, lists: Sequence[_Slots], q: Tensor, sinks: Tensor | None) -> Tensor:
-        """One token each, straight over the slots."""
+        """A few tokens each, straight over the slots: q [lanes, q_heads, tokens, k_dim]."""
         width = max(one.physical.shape[1] for one in lists)
-        heads = lists[0].physical.shape[0]
-        slots = np.zeros((len(lists), heads, width), dtype=np.int32)
+        slots = np.zeros((len(lists), lists[0].physical.shape[0], width), dtype=np.int32)
         for at, one in enumerate(lists):
             slots[at, :, : one.physical.shape[1]] = one.physical
-        return paged_decode(
-            q[:, :, 0],
+        tokens = q.shape[2]
+        out = paged_decode(
+            q.transpose(1, 2).flatten(0, 1),
             self.cache.store.keys(owner),
             self.cache.store.values(owner),
             torch.from_numpy(slots),
-            torch.from_numpy(np.stack([one.count for one in lists])),
+            torch.from_numpy(np.concatenate([one.last for one in lists])),
+            first=torch.from_numpy(np.concatenate([one.first for one in lists])),
+            lists=torch.arange(len(lists), dtype=torch.int32).repeat_interleave(tokens),
             scale=layer.scale,
             softcap=layer.softcap,
             sinks=sinks,
-        )[:, :, None]
+        )
+        return out.unflatten(0, (len(lists), tokens)).transpose(1, 2)
 
     def _reference(
         self,
@@ -200,11 +206,12 @@ class _Step:
         return attend(q, data, seen, scale=layer.scale, softcap=layer.softcap, sinks=sinks)
 
     def _charge(self, lane: Lane, layer: Layer, counts: Ints, scanned: float) -> None:
+        """Charge `counts` [queries, kv_heads] tokens read, and what each query's choice scanned."""
         kv = layer.kv
         elements = float(counts.sum()) * (kv.k_dim + kv.v_dim)
-        lane.traffic.bytes += elements * self.cache.layout.element_bytes + scanned
+        lane.traffic.bytes += elements * self.cache.layout.element_bytes + scanned * len(counts)
         if layer.index in lane.scope:
-            lane.traffic.selected += float(counts.mean()) / len(lane.scope)
+            lane.traffic.selected += float(counts.mean(1).sum()) / len(lane.scope)
 
     def _charge_read(self, lane: Lane, owner: int, data: Stored, seen: Tensor, scanned: float) -> None:
         """Charge what each of the chunk's queries read: the union over the query heads of a KV head."""
@@ -222,6 +229,20 @@ class _Step:
         if old is not None:
             new = Queries(torch.cat([old.q, new.q], 1), torch.cat([old.positions, new.positions]))
         lane.queries[index] = new.last(self.engine.keep_queries)
+
+
+def _selected(physical: Ints, view: SlotView, chosen: ReadSet) -> _Slots | None:
+    """The slots of a read set and the query's own, if it has one list per KV head or one for all."""
+    heads = physical.shape[0]
+    if chosen.index.shape[1] not in (1, heads):
+        return None
+    mask = chosen.mask(torch.from_numpy(view.logical.astype(np.int64)), heads)[0].numpy()
+    mask[np.arange(heads), view.counts - 1] = True
+    last = mask.sum(1, dtype=np.int32)
+    packed = np.zeros((heads, int(last.max())), dtype=np.int32)
+    for head in range(heads):
+        packed[head, : last[head]] = physical[head, mask[head]]
+    return _Slots(packed, np.zeros((1, heads), dtype=np.int32), last[None])
 
 
 class _PassThrough:

@@ -61,7 +61,7 @@ def branch_result(
         retained_fraction=arm.held.total / dense.held.total,
         retained_bytes_scope=arm.held.within(scope),
         retained_fraction_scope=arm.held.within(scope) / dense.held.within(scope),
-        peak_bytes=arm.lane.peak_bytes,
+        peak_bytes=max(arm.lane.peak_bytes, arm.held.total),
         selected_tokens=traffic.selected_per_token,
         blocks_total=dense.blocks,
         blocks_freed=arm.freed,
