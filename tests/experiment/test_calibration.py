@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from kvassay.experiment import run as module
+from kvassay.experiment import unit as module
 from kvassay.experiment.plan import Plan, make_plan
 from kvassay.experiment.run import run
 from kvassay.experiment.schema import load_experiment
@@ -119,11 +119,11 @@ def test_a_run_fits_once_and_what_it_learns_decides(
 
     monkeypatch.setattr(Svd, "fit", spy)
     policies = '["svd", "svd(rank=0.25)"]'
-    run(plan(policies), tmp_path / "first")
+    run(plan(policies), tmp_path / "first", jobs=1)
     assert fitted == ["svd", "svd(rank=0.25)"]
-    run(plan(policies), tmp_path / "again")
+    run(plan(policies), tmp_path / "again", jobs=1)
     assert len(fitted) == 4  # another run keeps nothing of the first
-    run(plan(policies, TABLE.format(seed=2)), tmp_path / "other")
+    run(plan(policies, TABLE.format(seed=2)), tmp_path / "other", jobs=1)
     first, again, other = (comparable(tmp_path / name) for name in ("first", "again", "other"))
     assert first == again
     changed = {b["arm"] for a, b in zip(first, other, strict=True) if a["nll"] != b["nll"]}

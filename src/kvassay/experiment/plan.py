@@ -81,6 +81,10 @@ class Plan:
     options: RecordOptions
     code: str
     """Hash of the code that replays these arms."""
+    source: str
+    """Where the experiment is from, for errors."""
+    base: Path
+    """Where relative plug-in files lie."""
 
     @property
     def trace_sets(self) -> tuple[TraceSet, ...]:
@@ -121,6 +125,8 @@ def make_plan(experiment: Experiment, source: str, base: Path) -> Plan:
         protocol=protocol,
         options=record_options(experiment, [arm.policy.card for arm in arms]),
         code=replay_code(arm.policy for arm in arms),
+        source=source,
+        base=base,
     )
 
 

@@ -50,8 +50,8 @@ class Plain:
         self.spent = 0.0
 
     def begin(self, title: str) -> None:
-        """Remember what is being done."""
-        self.title, self.started = title, time.monotonic()
+        """Remember what is being done; time is counted from the end of the unit before, also side by side."""
+        self.title = title
 
     def step(self, doing: str) -> None:
         """Steps are too many for a log."""
@@ -61,8 +61,9 @@ class Plain:
         self.done += 1
         if found:
             self._print("done before")
+            self.started = time.monotonic()
             return
-        seconds = time.monotonic() - self.started
+        seconds, self.started = time.monotonic() - self.started, time.monotonic()
         self.spent, self.computed = self.spent + seconds, self.computed + 1
         left = self.spent / self.computed * (self.total - self.done)
         self._print(f"{seconds:.1f} s" + (f", about {_clock(left)} left" if self.done < self.total else ""))

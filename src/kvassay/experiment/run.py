@@ -7,87 +7,50 @@ moment; the same command continues and ends with the result of an uninterrupted 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from typing import Protocol as Interface
 
-from kvassay.errors import ExperimentError
 from kvassay.experiment.arms import describe_arms
-from kvassay.experiment.calibrate import calibration_name, calibration_sample
 from kvassay.experiment.collect import collect
 from kvassay.experiment.folder import MANIFEST, RESOLVED, RunFolder
-from kvassay.experiment.plan import Plan, Unit, short_model, trace_folder, unit_key
+from kvassay.experiment.plan import Plan, Unit, short_model
 from kvassay.experiment.progress import Listener, Silent
 from kvassay.experiment.provenance import commit, machine, now
 from kvassay.experiment.results import Results, dump_manifest, read_manifest
-from kvassay.experiment.rows import read_results, write_results
+from kvassay.experiment.rows import read_results
 from kvassay.experiment.toml import resolved_toml
-from kvassay.measure.result import BranchResult
-from kvassay.record.load import LoadedModel, load
-from kvassay.record.transformers import record_sample
-from kvassay.replay.arms import Arm
+from kvassay.experiment.unit import Done, Replay, Session
+from kvassay.experiment.workers import Workers, suggested_jobs, threads_for
+from kvassay.record.load import load
 from kvassay.replay.calibration import fitting_once
 from kvassay.replay.closed import replay_trace
-from kvassay.replay.protocol import Protocol
-from kvassay.trace.reader import Trace
-from kvassay.workload.registry import build
-from kvassay.workload.sample import Sample
 
 MANIFEST_SCHEMA = 1
 
 
-class Replay(Interface):
-    """What replays one trace, as `replay_trace` does."""
-
-    def __call__(
-        self,
-        loaded: LoadedModel,
-        trace: Trace,
-        arms: Sequence[Arm],
-        protocol: Protocol,
-        progress: Callable[[str], None],
-        /,
-        *,
-        calibration: Trace | None,
-    ) -> list[BranchResult]:
-        """One row per question and arm."""
-
-
-@dataclass(frozen=True)
-class Done:
-    """A finished unit: where its rows and its trace are."""
-
-    unit: Unit
-    key: str
-    trace: str
-    """Name of the trace folder."""
-
-
-@dataclass(frozen=True)
-class _Session:
-    """What the units of one model share."""
-
-    loaded: LoadedModel
-    plan: Plan
-    folder: RunFolder
-    listener: Listener
-    replay: Replay
-
-
-def run(plan: Plan, path: str | Path, listener: Listener | None = None, replay: Replay = replay_trace) -> Results:
+def run(
+    plan: Plan,
+    path: str | Path,
+    listener: Listener | None = None,
+    replay: Replay = replay_trace,
+    jobs: int | None = None,
+) -> Results:
     """Run what is left of a plan in the folder `path` and return all its results.
 
+    jobs: units computed side by side, each in a process with its share of the cores (None: as many as cores
+        and memory allow; 1: in this process). Results may differ in their last bits between numbers of jobs,
+        never between an interrupted and an uninterrupted run of the same number.
     Raises `ExperimentError` if another run holds the folder or it cannot be written; whatever is finished stays.
     """
     folder = RunFolder(path)
+    jobs = jobs or (suggested_jobs(plan) if replay is replay_trace else 1)
     with folder.locked(), fitting_once():
-        manifest = _start(folder, plan)
-        done: list[Done] = []
-        for model in dict.fromkeys(unit.trace_set.model for unit in plan.units):
-            units = [unit for unit in plan.units if unit.trace_set.model == model]
-            done += _run_model(model, units, plan, folder, listener or Silent(), replay, manifest)
+        manifest = _start(folder, plan, jobs)
+        units = _alone if jobs == 1 else _side_by_side
+        done = units(plan, folder, listener or Silent(), replay, manifest, jobs)
+        done.sort(key=lambda item: plan.units.index(item.unit))
         manifest["units"] = [_about(item) for item in done]
         manifest["finished"] = now()
         collect(folder, plan, [(item.unit.trace_set, read_results(folder.unit(item.key))) for item in done], manifest)
@@ -95,7 +58,7 @@ def run(plan: Plan, path: str | Path, listener: Listener | None = None, replay: 
     return Results.open(folder.path)
 
 
-def _start(folder: RunFolder, plan: Plan) -> dict[str, Any]:
+def _start(folder: RunFolder, plan: Plan, jobs: int) -> dict[str, Any]:
     """Write what is known before anything runs; the first start is kept when a run continues."""
     about = plan.experiment.experiment
     earlier = read_manifest(folder.path) if (folder.path / MANIFEST).is_file() else {}
@@ -105,6 +68,8 @@ def _start(folder: RunFolder, plan: Plan) -> dict[str, Any]:
         "started": earlier.get("started", now()),
         "finished": None,
         "machine": machine(about.device),
+        "jobs": jobs,
+        "threads_per_job": threads_for(jobs),
         "commit": commit(),
         "code_sha256": plan.code,
         "protocol": asdict(plan.protocol),
@@ -121,111 +86,71 @@ def _start(folder: RunFolder, plan: Plan) -> dict[str, Any]:
     return manifest
 
 
-def _run_model(
-    model: str,
-    units: Sequence[Unit],
-    plan: Plan,
-    folder: RunFolder,
-    listener: Listener,
-    replay: Replay,
-    manifest: dict[str, Any],
+def _alone(
+    plan: Plan, folder: RunFolder, listener: Listener, replay: Replay, manifest: dict[str, Any], jobs: int
 ) -> list[Done]:
-    """All units of one model; the model is let go of before the next is loaded."""
-    listener.step(f"loading {model}")
-    loaded = load(model, device=plan.experiment.experiment.device)
-    manifest["models"].append(asdict(loaded.identity))
-    # All texts first: a workload that cannot be made is refused before anything is recorded.
-    samples = [make_sample(loaded, unit, plan) for unit in units]
-    session = _Session(loaded, plan, folder, listener, replay)
-    calibration = _calibration(session, model)
-    if calibration is not None:
-        manifest["calibrations"].append({"model": short_model(model), "trace": calibration.path.name})
+    """One unit after the other, in this process; a model is let go of before the next is loaded."""
     done = []
-    for unit, sample in zip(units, samples, strict=True):
-        listener.begin(unit.title)
-        item, found = _run_unit(session, unit, sample, calibration)
-        done.append(item)
-        listener.end(found)
-    del session, loaded
-    gc.collect()
+    for model, units in _by_model(plan):
+        listener.step(f"loading {model}")
+        session = Session(load(model, device=_device(plan)), plan, folder, replay, listener.step)
+        # All texts first: a workload that cannot be made is refused before anything is recorded.
+        samples = [session.sample(unit) for unit in units]
+        calibration = session.calibration(model)
+        _describe(manifest, session, model, calibration.path.name if calibration else None)
+        for unit, sample in zip(units, samples, strict=True):
+            listener.begin(unit.title)
+            found = session.finished(unit, sample, calibration)
+            done.append(found or session.compute(unit, sample, calibration))
+            listener.end(found is not None)
+        del session
+        gc.collect()
     return done
 
 
-def _calibration(session: _Session, model: str) -> Trace | None:
-    """The trace that this model's offline policies are fitted on; None if there are none."""
-    wanted = session.plan.calibration
-    if wanted is None:
-        return None
-    sample = calibration_sample(session.loaded, wanted)
-    return _trace(session, calibration_name(model, sample), sample)
+def _side_by_side(
+    plan: Plan, folder: RunFolder, listener: Listener, replay: Replay, manifest: dict[str, Any], jobs: int
+) -> list[Done]:
+    """Several units at once, each in a process of its own; this one only looks for what is there already."""
+    done = []
+    with Workers(plan, folder.path, jobs) as workers:
+        for model, units in _by_model(plan):
+            listener.step(f"loading {model}")
+            session = Session(load(model, device=_device(plan)), plan, folder, replay, listener.step)
+            samples = [session.sample(unit) for unit in units]
+            calibration = session.calibration(model)
+            _describe(manifest, session, model, calibration.path.name if calibration else None)
+            for unit, sample in zip(units, samples, strict=True):
+                found = session.finished(unit, sample, calibration)
+                if found is None:
+                    workers.submit(unit)
+                    continue
+                listener.begin(unit.title)
+                done.append(found)
+                listener.end(True)
+            del session
+            gc.collect()
+        listener.step(f"{jobs} contexts at a time")
+        for item in workers.results():
+            listener.begin(item.unit.title)
+            done.append(item)
+            listener.end(False)
+    return done
 
 
-def _run_unit(session: _Session, unit: Unit, sample: Sample, calibration: Trace | None) -> tuple[Done, bool]:
-    """One unit, and whether it was there already."""
-    plan, folder = session.plan, session.folder
-    trace = _trace(session, unit.trace_name, sample)
-    key = unit_key(trace, plan, calibration)
-    done = Done(unit, key, trace.path.name)
-    if _readable(folder.unit(key)):
-        return done, True
-    rows = session.replay(
-        session.loaded, trace, plan.arms, plan.protocol, session.listener.step, calibration=calibration
-    )
-    _check_rows(rows, trace, plan)
-    notes = {"unit": key, "trace": trace.path.name, "code_sha256": plan.code}
-    folder.write(folder.unit(key), lambda path: write_results(rows, path, notes))
-    return done, False
+def _by_model(plan: Plan) -> Iterator[tuple[str, Sequence[Unit]]]:
+    for model in dict.fromkeys(unit.trace_set.model for unit in plan.units):
+        yield model, [unit for unit in plan.units if unit.trace_set.model == model]
 
 
-def make_sample(loaded: LoadedModel, unit: Unit, plan: Plan) -> Sample:
-    """The unit's context and questions."""
-    workload = unit.trace_set.workload
-    params: dict[str, Any] = dict(workload.params)
-    return build(
-        workload.name,
-        loaded.tokenizer,
-        workload.length,
-        seed=plan.experiment.experiment.seed,
-        index=unit.index,
-        questions=workload.questions,
-        query_aware=workload.query_aware,
-        **params,
-    )
+def _device(plan: Plan) -> str:
+    return plan.experiment.experiment.device
 
 
-def _trace(session: _Session, name: str, sample: Sample) -> Trace:
-    """The trace of a sample: recorded now, or by an earlier run."""
-    loaded, options = session.loaded, session.plan.options
-    path = session.folder.traces / trace_folder(name, loaded.identity, sample, options)
-    if path.is_dir():
-        return Trace.open(path)
-
-    def say(done: int, total: int) -> None:
-        session.listener.step(f"recording {done}/{total} tokens")
-
-    return record_sample(loaded, sample, path, options, say)
-
-
-def _readable(path: Path) -> bool:
-    """Whether a unit is there and whole; a damaged one is computed again."""
-    if not path.is_file():
-        return False
-    try:
-        return bool(read_results(path))
-    except ExperimentError:
-        return False
-
-
-def _check_rows(rows: Sequence[BranchResult], trace: Trace, plan: Plan) -> None:
-    """Refuse an incomplete answer of the replay rather than store it."""
-    wanted = {(branch, arm.label) for branch in range(len(trace.branches)) for arm in plan.arms}
-    found = [(row.branch, row.arm) for row in rows]
-    if set(found) != wanted or len(found) != len(wanted):
-        lacking = sorted(wanted - set(found))
-        raise ExperimentError(
-            f"{trace.path.name}: the replay gave {len(found)} rows for {len(wanted)} questions x arms"
-            + (f"; question {lacking[0][0]} under '{lacking[0][1]}' is missing" if lacking else "")
-        )
+def _describe(manifest: dict[str, Any], session: Session, model: str, calibration: str | None) -> None:
+    manifest["models"].append(asdict(session.loaded.identity))
+    if calibration is not None:
+        manifest["calibrations"].append({"model": short_model(model), "trace": calibration})
 
 
 def _about(item: Done) -> dict[str, Any]:

@@ -20,7 +20,9 @@ RUNS = Path("runs")
 """Where run folders go unless told otherwise."""
 
 
-def run_and_report(experiment: Experiment, source: str, base: Path, out: Path | None) -> Results:
+def run_and_report(
+    experiment: Experiment, source: str, base: Path, out: Path | None, jobs: int | None = None
+) -> Results:
     """Run (or continue) an experiment in `out` (default `runs/NAME`), print its table and write its page.
 
     `source` begins errors about the experiment; relative plug-in files are looked up in `base`. A dense arm below
@@ -31,7 +33,7 @@ def run_and_report(experiment: Experiment, source: str, base: Path, out: Path | 
     says = Console(stderr=True, highlight=False)
     says.print(f"{len(plan.arms)} arms x {len(plan.units)} contexts into {folder}", markup=False, soft_wrap=True)
     with listening(says, len(plan.units)) as listener:
-        results = run(plan, folder, listener)
+        results = run(plan, folder, listener, jobs=jobs)
     page = write_html(results)
     console = console_for(sys.stdout)
     console.print(ReportTable(results))

@@ -1,0 +1,88 @@
+"""Units side by side in worker processes: the same results, errors that surface, nothing lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvassay.errors import ExperimentError, PolicyError
+from kvassay.experiment import workers
+from kvassay.experiment.plan import Plan, make_plan
+from kvassay.experiment.run import run
+from kvassay.experiment.schema import load_experiment
+from tests.experiment.test_run import comparable
+from tests.experiment.tiny import write_experiment
+
+MAKER = Callable[..., Plan]
+
+PLUGIN = """
+import os
+from dataclasses import dataclass
+from kvassay.policy.base import Policy
+from kvassay.policy.card import Card, Effect
+from kvassay.errors import PolicyError
+
+@dataclass(frozen=True)
+class Bad(Policy):
+    card = Card(name="bad", effects=frozenset({Effect.EVICT}), source="a test", summary="fails")
+
+    def score(self, layer, memory):
+        %s
+"""
+
+
+@pytest.fixture
+def plan(tmp_path: Path, tiny_model: Path) -> MAKER:
+    def make(contexts: int = 2, score: str | None = None, name: str = "bad.py") -> Plan:
+        file = write_experiment(tmp_path, tiny_model, contexts)
+        if score is not None:
+            (tmp_path / name).write_text(PLUGIN % score)
+            file.write_text(file.read_text().replace('["knorm"]', f'["{name}:Bad"]'))
+        return make_plan(load_experiment(file), file.name, tmp_path)
+
+    return make
+
+
+def test_side_by_side_is_one_after_the_other(plan: MAKER, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = run(plan(), tmp_path / "alone", jobs=1)
+    both = run(plan(), tmp_path / "both", jobs=2)
+    assert json.loads((tmp_path / "both" / "manifest.json").read_text())["jobs"] == 2
+    assert [cell.arm for cell in both.sets[0].cells] == [cell.arm for cell in alone.sets[0].cells]
+    for mine, theirs in zip(comparable(tmp_path / "both"), comparable(tmp_path / "alone"), strict=True):
+        assert (mine["trace"], mine["branch"], mine["arm"]) == (theirs["trace"], theirs["branch"], theirs["arm"])
+        assert mine["nll"] == pytest.approx(theirs["nll"], abs=1e-4)
+        assert mine["retained_bytes"] == theirs["retained_bytes"]
+    # All is there now: no worker is asked for anything.
+    monkeypatch.setattr(workers.Workers, "submit", lambda *_: pytest.fail("computed again"))
+    before = comparable(tmp_path / "both")
+    run(plan(), tmp_path / "both", jobs=2)
+    assert comparable(tmp_path / "both") == before
+
+
+def test_an_error_in_a_worker_is_the_runs_error(plan: MAKER, tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match="no score today"):
+        run(plan(score='raise PolicyError("no score today")'), tmp_path / "run", jobs=2)
+
+
+def test_a_worker_that_dies_is_said_and_the_run_can_go_on(plan: MAKER, tmp_path: Path) -> None:
+    with pytest.raises(ExperimentError, match=r"worker process died.*--jobs 1"):
+        run(plan(score="os._exit(9)"), tmp_path / "run", jobs=2)
+    mended = plan(score="return layer.positions.float()", name="good.py")
+    assert run(mended, tmp_path / "run", jobs=1).sets[0].cells
+
+
+@pytest.mark.parametrize(
+    ("cores", "gib", "contexts", "jobs"), [(2, 24, 4, 2), (2, 24, 1, 1), (16, 24, 9, 5), (64, 512, 9, 8), (4, 4, 4, 1)]
+)
+def test_jobs_by_cores_memory_and_units(
+    plan: MAKER, cores: int, gib: int, contexts: int, jobs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(workers.psutil, "virtual_memory", lambda: SimpleNamespace(total=gib << 30))
+    monkeypatch.setattr(workers, "_weight_bytes", lambda model: 200 << 20)
+    assert workers.suggested_jobs(plan(contexts)) == jobs
+    assert workers.threads_for(jobs) == cores // jobs
