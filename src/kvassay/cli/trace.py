@@ -86,7 +86,8 @@ def fingerprint(path: Path, output: Path) -> None:
 @click.argument("source", type=folder)
 @click.option("--tolerance", type=click.FloatRange(min=0), help="Allowed part of a tensor's norm.  [default: 0.001]")
 @click.option("--keep", type=folder, help="Keep the new recording here.")
-def reproduce(source: Path, tolerance: float | None, keep: Path | None) -> None:
+@click.option("--model", help="Where the model is, if not under the name it was recorded by: a folder, say.")
+def reproduce(source: Path, tolerance: float | None, keep: Path | None, model: str | None) -> None:
     """Record SOURCE (a trace or a recipe file) again, and compare fingerprints."""
     from kvassay.errors import RecordError
     from kvassay.record.transformers import rerecord
@@ -96,7 +97,7 @@ def reproduce(source: Path, tolerance: float | None, keep: Path | None) -> None:
     header, expected = load_recipe(source)
     limit = TOLERANCE if tolerance is None else tolerance
     with tempfile.TemporaryDirectory(prefix="kvassay-") as scratch:
-        again = rerecord(header, keep if keep is not None else Path(scratch) / "again")
+        again = rerecord(header, keep if keep is not None else Path(scratch) / "again", model=model)
         differences = compare(expected, take(again), limit)
     for line in differences:
         click.echo(line)

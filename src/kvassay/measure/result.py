@@ -82,6 +82,9 @@ class BranchResult:
     """`read_bytes` / dense's for the same token; lower is better."""
     policy_bytes: float = 0.0
     """Bytes touched once by the policy to score and edit the context (not per token)."""
+    artefact_bytes: float = 0.0
+    """Bytes of what the policy learnt offline and needs when it reads; once per model, not per sequence, and so
+    not in `retained_bytes`."""
     policy_seconds: float = 0.0
     """Wall seconds the policy and the cache spent on scoring and editing the context, on this machine."""
 

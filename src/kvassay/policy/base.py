@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from kvassay.cache.edits import KEEP_ALL, Decision, Evict
+from kvassay.cache.edits import Decision, Evict
 from kvassay.errors import PolicyError
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Card
@@ -162,13 +162,3 @@ def top_k_mask(score: Tensor, alive: Tensor, forced: Tensor, keep: int) -> Tenso
     best = torch.sort(order, dim=-1, descending=True, stable=True).indices[:, :keep]
     mask = torch.zeros_like(alive).scatter_(-1, best, True)
     return mask & alive
-
-
-@runtime_checkable
-class PolicyLike(Protocol):
-    """What the registry accepts from a third party: a frozen dataclass type with a card."""
-
-    card: ClassVar[Card]
-
-
-NOTHING = KEEP_ALL

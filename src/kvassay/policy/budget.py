@@ -64,7 +64,12 @@ class Budget:
         return f"{key}={self.amount:g}" if self.amount != 1 else f"{key}=1.0"
 
     def tokens(self, context: int) -> int:
-        """Tokens per KV head for a context of that many tokens; `BudgetError` if that leaves none."""
+        """Tokens per KV head for a context of that many tokens; `BudgetError` if that leaves none.
+
+        A `bytes` budget is a fraction of dense's bytes, and so of its tokens.
+        """
+        if self.unit == "bytes" and self.amount > 1:
+            raise BudgetError(f"budget {self.label}: bytes are given as a fraction of dense's, e.g. bytes=0.25")
         count = math.floor(self.amount * context + 1e-9) if self.amount <= 1 else int(self.amount)
         if count < 1:
             raise BudgetError(f"budget {self.label} of {context} tokens leaves none; the least is 1 token")

@@ -71,10 +71,16 @@ class Svd(Policy):
         return Artefact(tensors, source.sha256)
 
     def decide(self, cache: CacheView, scores: Mapping[int, Tensor], memory: Memory, budget: Allowance) -> Decision:
-        """Encode every token of the context."""
+        """Encode every token that is not yet encoded."""
         if memory.artefact is None:
             raise PolicyError("policy 'svd' has no artefact: fit it on a calibration trace first")
-        return Decision({i: [self._edit(layer, memory.artefact)] for i, layer in cache.layers.items()})
+        return Decision(
+            {
+                index: [self._edit(layer, memory.artefact)]
+                for index, layer in cache.layers.items()
+                if bool((layer.alive & ~layer.encoded).any())
+            }
+        )
 
     def head_groups(self, layer: LayerView) -> tuple[tuple[int, ...], ...]:
         """KV heads that share a basis."""

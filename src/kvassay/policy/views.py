@@ -282,9 +282,6 @@ class CacheView:
     context: int
     """Tokens of the compressed context: what the budget is a fraction of."""
 
-    def __iter__(self) -> object:
-        return iter(self.layers.values())
-
 
 class HiddenStates(dict[int, Tensor]):
     """Hidden states by layer, [tokens, hidden_size]; asking for a layer that the card does not tap is an error."""

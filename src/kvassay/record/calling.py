@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -19,3 +21,14 @@ def new_cache(model: Any) -> Any:
     from transformers import DynamicCache
 
     return DynamicCache(config=model.config)
+
+
+@contextmanager
+def attention_through(model: Any, name: str) -> Iterator[None]:
+    """Send `model`'s attention through the function registered as `name`; restore the model's own on leaving."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

@@ -24,6 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from kvassay.errors import RecordError
 from kvassay.layout.model import Layer, Layout
+from kvassay.record.calling import attention_through
 from kvassay.trace.buckets import bucket_visible
 
 NAME = "kvassay_record"
@@ -212,14 +213,12 @@ _ACTIVE: ContextVar[Capture | None] = ContextVar("kvassay_capture", default=None
 @contextmanager
 def recording(model: Any, capture: Capture) -> Iterator[None]:
     """Send `model`'s attention through `capture` in this context; restore the model's own way on leaving."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
     token = _ACTIVE.set(capture)
     try:
-        yield
+        with attention_through(model, NAME):
+            yield
     finally:
         _ACTIVE.reset(token)
-        model.set_attn_implementation(before)
 
 
 def _record_attention(

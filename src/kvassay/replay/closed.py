@@ -23,7 +23,7 @@ from kvassay.errors import ExperimentError
 from kvassay.measure.result import BranchResult
 from kvassay.policy.base import Artefact, Memory
 from kvassay.policy.budget import Allowance
-from kvassay.policy.card import Prefill, When
+from kvassay.policy.card import Effect, Prefill, When
 from kvassay.policy.views import Queries
 from kvassay.record.load import LoadedModel
 from kvassay.replay import asking
@@ -40,6 +40,8 @@ from kvassay.trace.reader import Branch, Trace
 
 Progress = Callable[[str], None]
 DEFAULT_PROTOCOL = Protocol()
+ENCODING = {Effect.QUANTIZE, Effect.LOW_RANK}
+"""Effects that change what a method's own prefill reads, chunk after chunk."""
 
 
 def replay_trace(
@@ -147,8 +149,11 @@ class Replay:
         """Prefill with the policy in the loop, chunk by chunk: what it encodes is what later chunks read."""
         ids = self.trace.prefix.token_ids.tolist()
         size = self.trace.header.prefill_chunk
+        encodes = bool(lane.policy.card.effects & ENCODING) and asking.due(lane, When.AFTER_PREFILL)
         for first in range(0, len(ids), size):
             self.engine.forward([lane], [ids[first : first + size]], last=0)
+            if encodes:
+                asking.decide(lane, asking.Evidences(recent=lambda layer: lane.queries[layer]))
         lane.generated = 0
 
     # -- ask --------------------------------------------------------------------------------------------

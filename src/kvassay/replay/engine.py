@@ -28,7 +28,7 @@ from kvassay.layout.model import Layer
 from kvassay.policy.card import Evidence, When
 from kvassay.policy.readset import ReadSet
 from kvassay.policy.views import Queries
-from kvassay.record.calling import cache_keyword
+from kvassay.record.calling import attention_through, cache_keyword
 from kvassay.replay import asking
 from kvassay.replay.bytes import held, read_bytes
 from kvassay.replay.lane import Lane
@@ -264,14 +264,12 @@ _ACTIVE: ContextVar[_Step] = ContextVar("kvassay_step")
 
 @contextmanager
 def _attending(model: Any, step: _Step) -> Iterator[None]:
-    before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
     token = _ACTIVE.set(step)
     try:
-        yield
+        with attention_through(model, NAME):
+            yield
     finally:
         _ACTIVE.reset(token)
-        model.set_attn_implementation(before)
 
 
 def _attention(

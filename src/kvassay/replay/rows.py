@@ -68,6 +68,7 @@ def branch_result(
         read_bytes=traffic.bytes_per_token,
         read_fraction=traffic.bytes_per_token / base.bytes_per_token if base.tokens else 0.0,
         policy_bytes=arm.lane.touched,
+        artefact_bytes=0.0 if arm.lane.memory.artefact is None else float(arm.lane.memory.artefact.nbytes),
         policy_seconds=arm.lane.seconds,
     )
 
