@@ -89,13 +89,17 @@ def attention_weights(
     if data.bias is not None:
         logits = logits + data.bias.to(q.dtype)[:, None]
     logits = logits.view(kv_heads, q_heads // kv_heads, queries, tokens)
+    # Most of a context is seen by every query: only the columns from the first that is not need a mask.
     unseen = ~seen.view(kv_heads, -1, queries, tokens)
-    logits = logits.masked_fill(unseen, float("-inf"))
+    masked = unseen.flatten(0, 2).any(0).nonzero()
+    edge = int(masked[0]) if len(masked) else tokens
+    logits[..., edge:].masked_fill_(unseen[..., edge:], float("-inf"))
     if sinks is not None:
         extra = sinks.to(q.dtype).view(kv_heads, -1, 1, 1).expand(-1, -1, queries, -1)
         logits = torch.cat([logits, extra], dim=-1)
     weights = torch.softmax(logits, dim=-1)[..., :tokens]
-    return weights.masked_fill(unseen, 0).view(q_heads, queries, tokens)
+    weights[..., edge:].masked_fill_(unseen[..., edge:], 0)
+    return weights.reshape(q_heads, queries, tokens)
 
 
 def _clean(v: Tensor, alive: Tensor, complete: bool) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,11 +65,33 @@ def cache_view(lane: Lane, meter: Meter, evidence: Evidences) -> CacheView:
     return CacheView(layers, lane.length, lane.allowance.context)
 
 
-def decide(lane: Lane, evidence: Evidences) -> Reclaimed:
-    """Score, decide and apply once; the time and the bytes touched are charged to the lane."""
+@dataclass(frozen=True)
+class Scored:
+    """Scores of one policy on one cache, what they cost, and where they left the random generator."""
+
+    scores: Mapping[int, Tensor]
+    touched: float
+    seconds: float
+    rng: Tensor
+
+
+Known = dict[Hashable, Scored]
+"""Scores by policy and protection: arms that differ in budget alone score the same cache alike."""
+
+
+def decide(lane: Lane, evidence: Evidences, known: Known | None = None) -> Reclaimed:
+    """Score, decide and apply once; the time and the bytes touched are charged to the lane.
+
+    known: scores that other arms got from the very same cache and evidence, to be used and added to. Whoever
+        uses them is charged what they cost.
+    """
     start = time.perf_counter()
     meter = Meter(lane.cache.layout.element_bytes)
-    decision = propose(lane.policy, cache_view(lane, meter, evidence), lane.memory, lane.allowance)
+    cache = cache_view(lane, meter, evidence)
+    decision = Decision()
+    if not lane.allowance.spares(cache.length):
+        scores = _scores(lane, cache, meter, known)
+        decision = decided(lane.policy, cache, scores, lane.memory, lane.allowance)
     before = lane.cache.moved_elements
     reclaimed = apply(lane, decision)
     lane.touched += meter.total + (lane.cache.moved_elements - before) * lane.cache.layout.element_bytes
@@ -77,16 +99,42 @@ def decide(lane: Lane, evidence: Evidences) -> Reclaimed:
     return reclaimed
 
 
-def propose(policy: Policy, cache: CacheView, memory: Memory, allowance: Allowance) -> Decision:
-    """What the policy wants of all layers: scores layer by layer, then one decision; nothing is changed yet.
+def _scores(lane: Lane, cache: CacheView, meter: Meter, known: Known | None) -> Mapping[int, Tensor]:
+    rng = lane.memory.generator()
+    if known is None or lane.memory.state:
+        return scored(lane.policy, cache, lane.memory)
+    key = type(lane.policy), lane.policy.label, lane.allowance.protection
+    found = known.get(key)
+    if found is None:
+        start, touched = time.perf_counter(), meter.total
+        scores = scored(lane.policy, cache, lane.memory)
+        found = Scored(scores, meter.total - touched, time.perf_counter() - start, rng.get_state())
+        known[key] = found
+        return scores
+    rng.set_state(found.rng)
+    lane.touched += found.touched
+    lane.seconds += found.seconds
+    return found.scores
 
-    `PolicyError` if it scores in another shape or names a layer that it was not shown.
-    """
+
+def propose(policy: Policy, cache: CacheView, memory: Memory, allowance: Allowance) -> Decision:
+    """What the policy wants of all layers: scores layer by layer, then one decision; nothing is changed yet."""
     if allowance.spares(cache.length):
         return Decision()
-    scores: dict[int, Tensor] = {}
-    if policy.writes_score:
-        scores = {index: _checked(policy.score(shown, memory), shown) for index, shown in cache.layers.items()}
+    return decided(policy, cache, scored(policy, cache, memory), memory, allowance)
+
+
+def scored(policy: Policy, cache: CacheView, memory: Memory) -> dict[int, Tensor]:
+    """Scores of all layers shown, none for a policy without a scorer; `PolicyError` for another shape or NaN."""
+    if not policy.writes_score:
+        return {}
+    return {index: _checked(policy.score(shown, memory), shown) for index, shown in cache.layers.items()}
+
+
+def decided(
+    policy: Policy, cache: CacheView, scores: Mapping[int, Tensor], memory: Memory, allowance: Allowance
+) -> Decision:
+    """One decision from the scores; `PolicyError` if it names a layer that the policy was not shown."""
     decision = policy.decide(cache, scores, memory, allowance)
     _check_scope(policy, cache, decision)
     return decision

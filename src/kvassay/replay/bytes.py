@@ -57,13 +57,13 @@ def read_bytes(cache: PagedCache, seq: int, layer: int, data: Stored, read: Tens
     A token in an encoded segment is billed its share of the segment; both are summed over the queries.
     """
     kv = cache.layout.layers[layer].kv
-    total, tokens = float(read.sum()), float(read.sum()) / read.shape[0]
-    raw = read if data.encoded is None else read & ~data.encoded[:, None]
-    bytes_read = float(raw.sum()) * (kv.k_dim + kv.v_dim) * cache.layout.element_bytes
+    total = float(read.sum())
+    raw = total if data.encoded is None else float((read & ~data.encoded[:, None]).sum())
+    bytes_read = raw * (kv.k_dim + kv.v_dim) * cache.layout.element_bytes
     segments = cache.ledger.segments(seq, layer)
     if segments and data.encoded is not None:
         held_tokens = float(data.encoded.sum())
-        bytes_read += (total - float(raw.sum())) / held_tokens * sum(s.nbytes for s in segments)
+        bytes_read += (total - raw) / held_tokens * sum(s.nbytes for s in segments)
     biases = sum(bias is not None for bias in (data.bias, data.inner_bias))
     bytes_read += biases * BIAS_BYTES * total
-    return bytes_read, tokens
+    return bytes_read, total / read.shape[0]

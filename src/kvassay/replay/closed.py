@@ -95,6 +95,7 @@ class Replay:
         """`artefacts`: what offline policies have learnt, by the policy's label."""
         self.loaded, self.trace, self.protocol = loaded, trace, protocol
         self.artefacts = artefacts or {}
+        self.known: asking.Known = {}
         self.groups = group_specs(trace.layout, protocol.block_size)
         self.cache = PagedCache(trace.layout, self.groups, self._blocks(len(arms)))
         self.engine = Engine(loaded.model, self.cache)
@@ -125,7 +126,8 @@ class Replay:
         lane = self._lane(arm)
         blocks = blocks_held(lane)
         if asking.due(lane, When.AFTER_PREFILL):
-            asking.decide(lane, after_prefill(self.trace))
+            known = self.known if arm.prefill is Prefill.SHARED_DENSE else None
+            asking.decide(lane, after_prefill(self.trace), known)
         asking.summarize(lane)
         lane.peak_bytes = held(lane).total
         return Compressed(lane, blocks, freed_blocks(lane))

@@ -16,6 +16,22 @@ from kvassay.trace.reader import Branch, Trace
 
 
 @dataclass(frozen=True)
+class Reference:
+    """Dense's distribution over the scored tokens, worked out once for all arms: float64 [scored, vocab]."""
+
+    probability: Tensor
+    negative_entropy: Tensor
+    best: Tensor
+
+    def kl(self, logits: Tensor, norm: Tensor) -> Tensor:
+        """KL(dense || arm) per token from the arm's logits [scored, vocab] and their logsumexp [scored].
+
+        sum p (log p - log q) with log q = logits - norm, so that log q itself is never laid out.
+        """
+        return self.negative_entropy - (self.probability * logits).sum(-1) + norm
+
+
+@dataclass
 class Answer:
     """What one arm said: logits [answer tokens, vocab] teacher-forced, and its own greedy tokens."""
 
@@ -26,6 +42,15 @@ class Answer:
     freed: dict[str, float]
     blocks: int
     """Blocks the context held in the full groups when it was compressed."""
+    _reference: Reference | None = None
+
+    def reference(self, scored: Tensor) -> Reference:
+        """This arm's distribution, for others to be compared with."""
+        if self._reference is None:
+            log_p = torch.log_softmax(self.logits[scored].double(), -1)
+            p = log_p.exp()
+            self._reference = Reference(p, (p * log_p).sum(-1), log_p.argmax(-1))
+        return self._reference
 
 
 def branch_result(
@@ -34,7 +59,9 @@ def branch_result(
     """The row of one (branch, arm), with `dense` answering the same question in the same replay."""
     scored = torch.tensor(_scored(branch, len(gold)))
     target = torch.tensor(gold)[scored]
-    mine, reference = (torch.log_softmax(a.logits[scored].double(), -1) for a in (arm, dense))
+    reference = dense.reference(scored)
+    mine = arm.logits[scored].double()
+    norm = mine.logsumexp(-1)
     best = mine.argmax(-1)
     text = tokenizer.decode(arm.generated, skip_special_tokens=True)
     scope = arm.lane.scope
@@ -48,10 +75,10 @@ def branch_result(
         context_tokens=trace.prefix.tokens,
         question_tokens=branch.question_tokens,
         answer_tokens=len(gold),
-        nll=float(-mine.gather(1, target[:, None]).mean()),
+        nll=float((norm - mine.gather(1, target[:, None])[:, 0]).mean()),
         top1=float((best == target).double().mean()),
-        kl=0.0 if arm is dense else float((reference.exp() * (reference - mine)).sum(-1).mean()),
-        agree=float((best == reference.argmax(-1)).double().mean()),
+        kl=0.0 if arm is dense else float(reference.kl(mine, norm).mean()),
+        agree=float((best == reference.best).double().mean()),
         task=score_answer(trace.header.recipe.name, text, branch.answer_text, branch.meta),
         divergence=_divergence(arm.generated, dense.generated),
         wrong_step=_wrong_step(arm.generated, gold, _ints(branch.meta.get("step_ends"))),
