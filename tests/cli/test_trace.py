@@ -104,7 +104,7 @@ def test_reproduce_records_again_and_compares(made: tiny.Made, tmp_path: Path, m
     headers: list[TraceHeader] = []
     seed = 0
 
-    def rerecord(header: TraceHeader, out_dir: Path) -> Trace:
+    def rerecord(header: TraceHeader, out_dir: Path, *, model: str | None) -> Trace:
         headers.append(header)
         return Trace.open(tiny.make(out_dir, seed=seed).path)
 
