@@ -43,7 +43,7 @@ MISTAKES = {
     "unknown parameter": (("window=16", "windw=16"), "no parameter 'windw' (did you mean 'window'?)"),
     "parameter of another type": (("window=16", "window=x"), "parameter window='x' is not of type int"),
     "budget in words": (("keep=0.25", "keep=half"), "mine.toml: [arms] budgets: budget 'keep=half'"),
-    "budget unit": (("keep=0.25", "kept=0.25"), "[arms] budgets: budget unit 'kept' is unknown"),
+    "budget unit": (("keep=0.25", "kept=0.25"), "[arms] budgets: budget 'kept=0.25': unit 'kept' is unknown"),
     "candidate twice": (
         ('["snapkv(window=16)"]', '["knorm", "knorm"]'),
         "[arms] knorm keep=0.25: listed twice",

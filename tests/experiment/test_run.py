@@ -16,7 +16,7 @@ from typing import Any
 import filelock
 import pytest
 
-from kvassay.errors import ExperimentError
+from kvassay.errors import ExperimentError, ModelError
 from kvassay.experiment import unit as module
 from kvassay.experiment.folder import RunFolder
 from kvassay.experiment.plan import Plan, make_plan
@@ -270,3 +270,27 @@ def test_ctrl_c_is_130_and_says_how_to_go_on(started: Callable[[Path], subproces
     assert process.returncode == 130
     assert err.endswith("interrupted; run the same command to continue\n")
     assert "Traceback" not in err
+
+
+def test_another_experiments_folder_is_left_alone(plan: MAKER, tmp_path: Path) -> None:
+    run(plan(1), tmp_path / "run", replay=FakeReplay())
+    before = (tmp_path / "run" / "manifest.json").read_bytes()
+    other = plan(1, ('name = "tiny"', 'name = "other"'))
+    with pytest.raises(ExperimentError, match="holds the run of 'tiny', not of 'other'"):
+        run(other, tmp_path / "run", replay=FakeReplay())
+    assert (tmp_path / "run" / "manifest.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (('name = "tiny"', 'name = "tiny"\ndevice = "tpu"'), "device 'tpu'"),
+        (("models = [", 'models = ["/nope", '), "/nope"),
+    ],
+)
+def test_a_model_or_device_that_cannot_be_is_refused_before_anything_is_written(
+    plan: MAKER, change: tuple[str, str], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        run(plan(1, change), tmp_path / "run", replay=FakeReplay())
+    assert not (tmp_path / "run").exists()

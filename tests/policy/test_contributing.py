@@ -35,7 +35,7 @@ def test_the_example_policy_runs_from_its_file(tmp_path: Path) -> None:
 
 def test_the_command_shows_its_card(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(block("python"))
-    program, verb, name = block("sh").split()
+    program, verb, name = block("sh").splitlines()[0].split()
     assert (program, verb) == ("kvassay", "policies")
     done = CliRunner().invoke(command, [f"{tmp_path}/{name}"], env={"COLUMNS": "200"})
     assert done.exit_code == 0 and "value-norm" in done.output and "power=1.0 (float)" in done.output

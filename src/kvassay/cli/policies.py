@@ -45,22 +45,26 @@ def _row(name: str) -> dict[str, Any]:
 
 
 def _table(rows: list[dict[str, Any]]) -> None:
-    table = Table("name", "effect", "budget", "when", "evidence", "exact", "reconstruction", "source")
+    table = Table("name", "effect", "budget", "exact", "what it does", box=None, padding=(0, 2, 0, 0))
     for row in rows:
         if "error" in row:
             table.add_row(row["name"], f"[red]{escape(row['error'])}[/red]")
             continue
         table.add_row(
-            row["name"] + (" (reference)" if row["reference"] else ""),
+            row["name"] + ("†" if row["reference"] else "") + ("‡" if row["reconstruction"] else ""),
             ", ".join(row["effects"]),
             ", ".join(row["budgets"]) or "-",
-            ", ".join(row["when"]),
-            ", ".join(row["evidence"]) or "-",
-            "yes" if row["exact"] else "no: " + ", ".join(row["approximates"]),
-            "yes" if row["reconstruction"] else "no",
-            escape(row["source"]),
+            "yes" if row["exact"] else "no",
+            escape(row["summary"]),
         )
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    console.print(
+        "\n† reference: a yardstick that no engine could run   ‡ reconstruction: gaps of the source were filled in\n"
+        "exact: attention over what is retained is exact\n"
+        "kvassay policies NAME shows the whole card: evidence, source, deviations, parameters",
+        markup=False,
+    )
 
 
 def _show(card: dict[str, Any]) -> None:

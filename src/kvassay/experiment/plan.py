@@ -175,7 +175,8 @@ def check_lengths(experiment: Experiment, source: str) -> None:
             if workload.length >= native and not experiment.protocol.allow_beyond_native:
                 raise ExperimentError(
                     f"{source}: [[workload]] {number + 1}: length {workload.length} leaves no room for a question in "
-                    f"the native context of {model}, {native} tokens; shorten it or set [protocol] allow_beyond_native"
+                    f"the native context of {model}, {native} tokens; shorten it, or set allow_beyond_native in "
+                    "[protocol] of an experiment file"
                 )
 
 

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kvassay.errors import ExperimentError
 from kvassay.experiment.arms import describe_arms
 from kvassay.experiment.collect import collect
 from kvassay.experiment.folder import MANIFEST, RESOLVED, RunFolder
@@ -23,7 +24,7 @@ from kvassay.experiment.rows import read_results
 from kvassay.experiment.toml import resolved_toml
 from kvassay.experiment.unit import Done, Replay, Session
 from kvassay.experiment.workers import Workers, suggested_jobs, threads_for
-from kvassay.record.load import load
+from kvassay.record.load import load, locate, torch_device
 from kvassay.replay.calibration import fitting_once
 from kvassay.replay.closed import replay_trace
 
@@ -42,8 +43,13 @@ def run(
     jobs: units computed side by side, each in a process with its share of the cores (None: as many as cores
         and memory allow; 1: in this process). Results may differ in their last bits between numbers of jobs,
         never between an interrupted and an uninterrupted run of the same number.
-    Raises `ExperimentError` if another run holds the folder or it cannot be written; whatever is finished stays.
+    Raises `ModelError` for a model or device that cannot be there, before anything is written, and
+    `ExperimentError` if another run holds the folder, it holds another experiment, or it cannot be written;
+    whatever is finished stays.
     """
+    torch_device(_device(plan))
+    for model, _ in _by_model(plan):
+        locate(model)
     folder = RunFolder(path)
     jobs = jobs or (suggested_jobs(plan) if replay is replay_trace else 1)
     with folder.locked(), fitting_once():
@@ -62,6 +68,10 @@ def _start(folder: RunFolder, plan: Plan, jobs: int) -> dict[str, Any]:
     """Write what is known before anything runs; the first start is kept when a run continues."""
     about = plan.experiment.experiment
     earlier = read_manifest(folder.path) if (folder.path / MANIFEST).is_file() else {}
+    if earlier and earlier["name"] != about.name:
+        raise ExperimentError(
+            f"{folder.path}: holds the run of '{earlier['name']}', not of '{about.name}'; choose --out"
+        )
     manifest = {
         "schema": MANIFEST_SCHEMA,
         "name": about.name,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -78,11 +79,19 @@ class Workers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:  # whoever is in the middle of a unit would finish it first
+            for process in multiprocessing.active_children():
+                process.terminate()
         self._pool.shutdown(wait=kind is None, cancel_futures=True)
 
     def submit(self, unit: Unit) -> None:
         """Queue a unit."""
-        self._waiting.append(self._pool.submit(_compute, unit))
+        # Workers start here, and inherit this: Ctrl-C is the parent's to handle, which then ends them.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            self._waiting.append(self._pool.submit(_compute, unit))
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def results(self) -> Iterator[Done]:
         """Units as they finish; the first error ends the run, finished units stay."""

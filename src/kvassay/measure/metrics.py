@@ -87,7 +87,8 @@ _CARDS = (
         "held",
         "fraction of dense",
         "lower",
-        "bytes held for the whole model after the last answer token, metadata, padding and policy state included "
+        "bytes of what is retained (live tokens, codes, metadata, padding, side data, policy state), whole model, "
+        "after the last answer token, whatever blocks it lies in (see freed) "
         "/ dense's at the same moment",
     ),
     MetricCard(

@@ -49,6 +49,8 @@ class Budget:
             raise BudgetError(f"budget '{text}' is not of the form keep=0.25, keep=512, read=0.1 or bytes=0.5")
         key, number = match.group(1) or "keep", match.group(2)
         unit = UNITS.get(key, key)
+        if unit not in UNITS.values():
+            raise BudgetError(f"budget '{text}': unit '{key}' is unknown{did_you_mean(key, UNITS)}")
         try:
             amount = float(number)
         except ValueError:

@@ -93,6 +93,8 @@ def parse(text: str) -> Policy:
 def _resolve(name: str) -> type[Policy]:
     if ".py:" in name:
         return _from_file(*name.rsplit(":", 1))
+    if name.endswith(".py"):
+        raise PolicyError(f"policy '{name}': name a class of the file, e.g. {name}:MyPolicy")
     plugins = _plugins()
     if name in BUILT_IN:
         module, attribute = BUILT_IN[name].split(":")
@@ -151,7 +153,7 @@ def _import_file(name: str, file: Path, where: str) -> None:
     sys.modules[name] = module  # dataclasses look their own module up while they are made
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise PolicyError(f"{where}: importing the file failed: {_line(error)}") from error
 
@@ -191,7 +193,7 @@ def _coerce(policy: str, key: str, value: object, wanted: Any) -> object:
     return value
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
     """An exception on one line."""
     first = str(error).strip().splitlines()
     return f"{type(error).__name__}: {first[0]}" if first else type(error).__name__

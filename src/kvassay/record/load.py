@@ -65,9 +65,9 @@ def load(name_or_path: str | Path, device: str = "cpu", dtype: torch.dtype | str
     """
     import transformers
 
-    where = _torch_device(device)
+    where = torch_device(device)
     wanted = _torch_dtype(dtype)
-    source, place = _locate(str(name_or_path))
+    source, place = locate(str(name_or_path))
     try:
         with quiet_transformers():
             config = transformers.AutoConfig.from_pretrained(place)
@@ -80,8 +80,8 @@ def load(name_or_path: str | Path, device: str = "cpu", dtype: torch.dtype | str
     return LoadedModel(model.eval().to(where), tokenizer, layout, identity)
 
 
-def _locate(name: str) -> tuple[str, str]:
-    """Return the kind of source and what `from_pretrained` is to be given."""
+def locate(name: str) -> tuple[str, str]:
+    """The kind of source and what `from_pretrained` is to be given; `ModelError` if it cannot be there."""
     if name in CATALOGUE:
         if not is_fetched(name):
             raise ModelError(f"embedded model '{name}' is not here; run: kvassay models fetch {name}")
@@ -99,7 +99,8 @@ def _locate(name: str) -> tuple[str, str]:
     return "hub", name
 
 
-def _torch_device(device: str) -> torch.device:
+def torch_device(device: str) -> torch.device:
+    """A device that is there; `ModelError` for another."""
     import torch
 
     try:

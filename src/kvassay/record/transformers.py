@@ -147,7 +147,7 @@ def _check_sample(loaded: LoadedModel, sample: Sample, options: RecordOptions) -
     if context + longest > native and not options.allow_beyond_native:
         raise RecordError(
             f"{sample.workload}: {context} context + {longest} branch tokens exceed the native context of "
-            f"{loaded.identity.name}, {native}; shorten the sample or set allow_beyond_native"
+            f"{loaded.identity.name}, {native}; shorten the sample, or allow it (--beyond-native)"
         )
     opening = frame(loaded.tokenizer).prefix_ids if loaded.tokenizer is not None else ()
     if tuple(sample.context_ids[: len(opening)]) != opening:

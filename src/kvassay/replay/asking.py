@@ -136,6 +136,8 @@ def decided(
 ) -> Decision:
     """One decision from the scores; `PolicyError` if it names a layer that the policy was not shown."""
     decision = policy.decide(cache, scores, memory, allowance)
+    if not isinstance(decision, Decision):
+        raise PolicyError(f"policy '{policy.card.name}': decide returned {type(decision).__name__}, not a Decision")
     _check_scope(policy, cache, decision)
     return decision
 

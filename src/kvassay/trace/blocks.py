@@ -95,7 +95,7 @@ def save_overlay(
     """Check an overlay and store it under `root`; the table file appears last, whole, or not at all."""
     path = root / FOLDER / f"{overlay.name}.json"
     if path.exists() and not overwrite:
-        raise TraceError(f"{path}: exists already (overwrite=True replaces it)")
+        raise TraceError(f"{path}: exists already; --overwrite (overwrite=True) replaces it")
     check_overlay(overlay, header, events)
     log = path.with_suffix(".events.parquet")
     with os_errors(path, "write"):

@@ -195,7 +195,7 @@ class TraceWriter:
         if not os.path.lexists(self.path):
             return
         if not self._overwrite:
-            raise TraceError(f"{self.path}: exists already (overwrite=True replaces a trace)")
+            raise TraceError(f"{self.path}: exists already; --overwrite (overwrite=True) replaces a trace")
         if self.path.is_symlink() or not (self.path / HEADER_FILE).is_file():
             raise TraceError(f"{self.path}: exists and is not a trace folder; it is left alone")
 
