@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from pathlib import Path
 
 import pytest
@@ -38,12 +37,6 @@ def text_ids(model: LoadedModel, count: int) -> list[int]:
     return list(ids[:count])
 
 
-def test_loading_again_is_fast(model: LoadedModel) -> None:
-    start = time.process_time()
-    load(model.identity.name)
-    assert time.process_time() - start < 10  # GGUF takes minutes
-
-
 def test_identity_is_the_manifests(model: LoadedModel) -> None:
     manifest = json.loads((fetch(model.identity.name) / "kvassay.json").read_text())
     entry = CATALOGUE[model.identity.name]
@@ -63,7 +56,7 @@ def test_perplexity_is_that_of_a_sound_conversion(model: LoadedModel) -> None:
 
 
 def test_a_2k_recording_reproduces_every_layers_attention(model: LoadedModel, tmp_path: Path) -> None:
-    ids = text_ids(model, CONTEXT + 16)
+    ids = text_ids(model, CONTEXT + 128)
     sample = sample_of(ids[:CONTEXT], [(ids[CONTEXT : CONTEXT + 8], ids[CONTEXT + 8 :])])
     trace = record_sample(model, sample, tmp_path / "t", RecordOptions(q_tail=64, taps=("output",)))
     (branch,) = trace.branches
