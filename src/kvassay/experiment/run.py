@@ -7,7 +7,7 @@ moment; the same command continues and ends with the result of an uninterrupted 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from kvassay.experiment.workers import Workers, suggested_jobs, threads_for
 from kvassay.record.load import load, locate, torch_device
 from kvassay.replay.calibration import fitting_once
 from kvassay.replay.closed import replay_trace
+from kvassay.trace.reader import Trace
+from kvassay.workload.sample import Sample
 
 MANIFEST_SCHEMA = 1
 
@@ -54,8 +56,11 @@ def run(
     jobs = jobs or (suggested_jobs(plan) if replay is replay_trace else 1)
     with folder.locked(), fitting_once():
         manifest = _start(folder, plan, jobs)
-        units = _alone if jobs == 1 else _side_by_side
-        done = units(plan, folder, listener or Silent(), replay, manifest, jobs)
+        hears = listener or Silent()
+        if jobs == 1:
+            done = _units(plan, folder, hears, replay, manifest, Session.compute)
+        else:
+            done = _side_by_side(plan, folder, hears, replay, manifest, jobs)
         done.sort(key=lambda item: plan.units.index(item.unit))
         manifest["units"] = [_about(item) for item in done]
         manifest["finished"] = now()
@@ -96,10 +101,14 @@ def _start(folder: RunFolder, plan: Plan, jobs: int) -> dict[str, Any]:
     return manifest
 
 
-def _alone(
-    plan: Plan, folder: RunFolder, listener: Listener, replay: Replay, manifest: dict[str, Any], jobs: int
+Compute = Callable[[Session, Unit, Sample, Trace | None], Done | None]
+"""Computes a unit now, or queues it and returns None."""
+
+
+def _units(
+    plan: Plan, folder: RunFolder, listener: Listener, replay: Replay, manifest: dict[str, Any], compute: Compute
 ) -> list[Done]:
-    """One unit after the other, in this process; a model is let go of before the next is loaded."""
+    """Units found from earlier runs, and those that `compute` finishes; one model in memory at a time."""
     done = []
     for model, units in _by_model(plan):
         listener.step(f"loading {model}")
@@ -111,8 +120,10 @@ def _alone(
         for unit, sample in zip(units, samples, strict=True):
             listener.begin(unit.title)
             found = session.finished(unit, sample, calibration)
-            done.append(found or session.compute(unit, sample, calibration))
-            listener.end(found is not None)
+            finished = found or compute(session, unit, sample, calibration)
+            if finished is not None:
+                done.append(finished)
+                listener.end(found is not None)
         del session
         gc.collect()
     return done
@@ -122,24 +133,8 @@ def _side_by_side(
     plan: Plan, folder: RunFolder, listener: Listener, replay: Replay, manifest: dict[str, Any], jobs: int
 ) -> list[Done]:
     """Several units at once, each in a process of its own; this one only looks for what is there already."""
-    done = []
     with Workers(plan, folder.path, jobs) as workers:
-        for model, units in _by_model(plan):
-            listener.step(f"loading {model}")
-            session = Session(load(model, device=_device(plan)), plan, folder, replay, listener.step)
-            samples = [session.sample(unit) for unit in units]
-            calibration = session.calibration(model)
-            _describe(manifest, session, model, calibration.path.name if calibration else None)
-            for unit, sample in zip(units, samples, strict=True):
-                found = session.finished(unit, sample, calibration)
-                if found is None:
-                    workers.submit(unit)
-                    continue
-                listener.begin(unit.title)
-                done.append(found)
-                listener.end(True)
-            del session
-            gc.collect()
+        done = _units(plan, folder, listener, replay, manifest, lambda session, unit, *_: workers.submit(unit))
         listener.step(f"{jobs} contexts at a time")
         for item in workers.results():
             listener.begin(item.unit.title)
