@@ -43,10 +43,14 @@ def test_cells_by_hand() -> None:
     assert arm.quality["nll"].mean == 1.25
     assert arm.difference["nll"].mean == 0.75
     assert dense.difference["nll"].mean == 0.0
-    # Context means of the difference are 1.0 and 0.5, so its interval spans them.
-    assert (arm.difference["nll"].low, arm.difference["nll"].high) == (0.5, 1.0)
-    assert (arm.flips["task"].right_to_wrong, arm.flips["task"].wrong_to_right) == (1, 1)
-    assert arm.worst_decile_nll == 2.5
+    # Two contexts give no interval, and so no noise; their means of the difference, 1.0 and 0.5, give an error.
+    assert (arm.difference["nll"].low, arm.difference["nll"].high) == (None, None)
+    assert arm.difference["nll"].error == pytest.approx(0.25)
+    assert arm.noise["nll"] is None
+    flipped = arm.flips["task"]
+    assert (flipped.right_to_wrong, flipped.wrong_to_right, flipped.p_value) == (1, 1, 1.0)
+    assert (arm.worst["nll"], arm.worst["task"]) == (2.5, 0.5)
+    assert (arm.worst_difference["nll"], arm.worst_difference["task"]) == (2.0, -0.5)
     assert arm.diverged == 1
     assert arm.amounts["retained_fraction"] == 0.25
     assert arm.amounts["retained_bytes"] == 256.5
@@ -55,12 +59,27 @@ def test_cells_by_hand() -> None:
 
 
 def test_paired_interval_is_narrower_than_the_unpaired_when_arms_move_together() -> None:
-    levels = {"t0": 0.1, "t1": 1.0, "t2": 3.0}
+    levels = {"t0": 0.1, "t1": 1.0, "t2": 3.0, "t3": 2.0, "t4": 0.5}
     rows = [row("dense", t, nll=v) for t, v in levels.items()]
-    rows += [row("snapkv keep=0.25", t, nll=v + 0.25) for t, v in levels.items()]
+    rows += [row("snapkv keep=0.25", t, nll=v + 0.25 + n / 100) for n, (t, v) in enumerate(levels.items())]
     arm = aggregate(rows).cells[1]
-    assert arm.difference["nll"].half_width == pytest.approx(0.0)
-    assert arm.quality["nll"].half_width is not None and arm.quality["nll"].half_width > 1
+    paired, unpaired = arm.difference["nll"].half_width, arm.quality["nll"].half_width
+    assert paired is not None and unpaired is not None
+    assert paired < 0.03 and unpaired > 1
+
+
+def test_noise_is_dense_agains_reach_where_that_is_larger() -> None:
+    traces = [f"t{n}" for n in range(6)]
+    rows = [row("dense", t) for t in traces]
+    rows += [row("dense'", t, nll=0.5 + n / 10) for n, t in enumerate(traces)]
+    rows += [row("snapkv keep=0.25", t, nll=0.7 + n / 1000) for n, t in enumerate(traces)]
+    _, again, arm = aggregate(rows).cells
+    assert again.difference["nll"].high is not None and again.difference["nll"].high > 0.4
+    assert arm.noise["nll"] == again.difference["nll"].high
+    # Without spread in a metric without bounds there is no interval, so no claim.
+    assert arm.difference["generated_tokens"].mean == 0 and arm.noise["generated_tokens"] is None
+    # Six contexts without a lost answer still allow a loss of the mean of 1 - 0.025^(1/6).
+    assert arm.noise["task"] == pytest.approx(1 - 0.025 ** (1 / 6))
 
 
 def test_averages_run_over_shared_questions_and_name_what_is_missing() -> None:

@@ -33,6 +33,21 @@ def test_share_is_looked_up_by_position_per_head() -> None:
     assert share.flatten().tolist() == pytest.approx([0.4, 0.2 / 0.5])
 
 
+def test_bytes_add_up_over_chunks() -> None:
+    sums = Deviation()
+    sums.charge(10.0, 2.0, 40.0, 1)
+    sums.charge(30.0, 0.0, 60.0, 3)
+    assert (sums.read, sums.scanned, sums.dense, sums.queries) == (40.0, 2.0, 100.0, 4)
+
+
+def test_read_fraction_is_of_the_sums_in_scope() -> None:
+    rows = [
+        LayerFidelity("t", "w", 0, "a", layer, 0.0, 1.0, layer > 0, read_bytes=read, dense_bytes=dense)
+        for layer, read, dense in ((0, 7.0, 7.0), (1, 1.0, 10.0), (2, 29.0, 90.0))
+    ]
+    assert screen(rows)[0].read_fraction == 0.3
+
+
 def row(arm: str, branch: int, layer: int, error: float, mass: float, in_scope: bool = True) -> LayerFidelity:
     return LayerFidelity("t", "w", branch, arm, layer, error, mass, in_scope)
 

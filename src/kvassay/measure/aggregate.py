@@ -1,4 +1,4 @@
-"""From rows of single questions to one cell per arm: means, intervals, paired differences, flips.
+"""From rows of single questions to one cell per arm: means, intervals, paired differences, flips, noise.
 
 All arms of a trace set are averaged over the questions that every one of them answered, so that a difference
 between two means is a paired difference; what had to be left out is named.
@@ -9,14 +9,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
 
 from kvassay.errors import ExperimentError
-from kvassay.measure.metrics import AMOUNTS, QUALITY
+from kvassay.measure.metrics import AMOUNTS, CARDS, QUALITY
+from kvassay.measure.resample import Estimate, Floats, Resampling
 from kvassay.measure.result import RECLAIM_MODES, BranchResult
-from kvassay.measure.statistics import Estimate, Flips, clustered_mean, flips, worst_decile
+from kvassay.measure.statistics import Flips, flips, noise, worst_deciles
 
 DENSE = "dense"
 """Label of the arm all others are compared with."""
+AGAIN = f"{DENSE}'"
+"""Label of dense in another batch split, whose distance from dense is noise."""
+FLIPPED = ("task", "top1")
+"""Metrics that make an answer right or wrong."""
+
+_QUALITY, _AMOUNTS = attrgetter(*QUALITY), attrgetter(*AMOUNTS)
 
 Key = tuple[str, int]
 """A question: (trace, branch)."""
@@ -36,10 +47,14 @@ class Cell:
     """Mean and interval by metric (`metrics.QUALITY`)."""
     difference: Mapping[str, Estimate]
     """Arm minus dense, paired by question; empty if there is no dense arm."""
+    noise: Mapping[str, float | None]
+    """What a difference must exceed to mean anything (`statistics.noise`), by metric; None with too few contexts."""
+    worst: Mapping[str, float]
+    """Mean of the worst tenth of the questions (at least one), by metric; the longest for output length."""
+    worst_difference: Mapping[str, float]
+    """Mean of the tenth of the questions where the arm loses most against dense, by metric."""
     flips: Mapping[str, Flips]
     """Against dense, for `task` (full score or not) and `top1` (every scored token right or not)."""
-    worst_decile_nll: float
-    """Mean NLL of the tenth of the questions with the largest, nats per token."""
     diverged: int
     """Questions whose generated tokens differ from dense's somewhere."""
     amounts: Mapping[str, float]
@@ -75,10 +90,8 @@ def aggregate(rows: Sequence[BranchResult], seed: int = 0) -> Aggregate:
     )
     if not shared:
         raise ExperimentError(f"no question was answered by all {len(by_arm)} arms; {'; '.join(missing) or 'no rows'}")
-    dense = by_arm.get(DENSE)
-    reference = [dense[key] for key in shared] if dense is not None else None
-    cells = tuple(_cell(arm, [answered[key] for key in shared], reference, seed) for arm, answered in by_arm.items())
-    return Aggregate(cells, missing)
+    answered = {arm: [found[key] for key in shared] for arm, found in by_arm.items()}
+    return Aggregate(_cells(answered, Resampling(tuple(trace for trace, _ in shared), seed)), missing)
 
 
 def _by_arm(rows: Sequence[BranchResult]) -> dict[str, dict[Key, BranchResult]]:
@@ -92,45 +105,85 @@ def _by_arm(rows: Sequence[BranchResult]) -> dict[str, dict[Key, BranchResult]]:
     return by_arm
 
 
-def _cell(arm: str, rows: Sequence[BranchResult], dense: Sequence[BranchResult] | None, seed: int) -> Cell:
-    contexts = [row.trace for row in rows]
-    quality = {name: clustered_mean([_get(row, name) for row in rows], contexts, seed) for name in QUALITY}
-    difference: dict[str, Estimate] = {}
+def _cells(answered: Mapping[str, Sequence[BranchResult]], resampling: Resampling) -> tuple[Cell, ...]:
+    """One cell per arm; the means of all arms and metrics are resampled together."""
+    arms = list(answered)
+    values = np.stack([_table(rows) for rows in answered.values()])
+    quality = _estimates(values, arms, resampling, paired=False)
+    worst = _worst(values, arms)
+    difference: dict[str, dict[str, Estimate]] = {}
+    lost: dict[str, dict[str, float]] = {}
+    if DENSE in arms:
+        differences = values - values[arms.index(DENSE)]
+        difference = _estimates(differences, arms, resampling, paired=True)
+        lost = _worst(differences, arms)
+    again = difference.get(AGAIN, {})
+    return tuple(
+        _cell(
+            rows,
+            answered.get(DENSE),
+            quality=quality[arm],
+            difference=difference.get(arm, {}),
+            noise={name: noise(found, again.get(name)) for name, found in difference.get(arm, {}).items()},
+            worst=worst[arm],
+            worst_difference=lost.get(arm, {}),
+        )
+        for arm, rows in answered.items()
+    )
+
+
+def _table(rows: Sequence[BranchResult]) -> Floats:
+    """Quality of one arm, [questions, metrics]."""
+    return np.array([_QUALITY(row) for row in rows], dtype=np.float64)
+
+
+def _estimates(
+    values: Floats, arms: Sequence[str], resampling: Resampling, *, paired: bool
+) -> dict[str, dict[str, Estimate]]:
+    """Estimates by arm and metric from `values` [arms, questions, metrics]."""
+    bounds = [CARDS[name].paired_bounds if paired else CARDS[name].bounds for name in QUALITY]
+    found = iter(resampling.estimates(_columns(values), bounds * len(arms)))
+    return {arm: {name: next(found) for name in QUALITY} for arm in arms}
+
+
+def _worst(values: Floats, arms: Sequence[str]) -> dict[str, dict[str, float]]:
+    directions = [CARDS[name].better for name in QUALITY] * len(arms)
+    found = iter(worst_deciles(_columns(values), directions).tolist())
+    return {arm: {name: next(found) for name in QUALITY} for arm in arms}
+
+
+def _columns(values: Floats) -> Floats:
+    """[arms, questions, metrics] as [questions, arms x metrics]."""
+    return values.transpose(1, 0, 2).reshape(values.shape[1], -1)
+
+
+def _cell(rows: Sequence[BranchResult], dense: Sequence[BranchResult] | None, **measured: Any) -> Cell:
     flipped: dict[str, Flips] = {}
     if dense is not None:
-        pairs = list(zip(rows, dense, strict=True))
-        for name in QUALITY:
-            difference[name] = clustered_mean([_get(a, name) - _get(b, name) for a, b in pairs], contexts, seed)
-        for name in ("task", "top1"):
+        for name in FLIPPED:
             flipped[name] = flips([_right(row, name) for row in dense], [_right(row, name) for row in rows])
     return Cell(
-        arm=arm,
+        arm=rows[0].arm,
         workload=rows[0].workload,
         query_aware=rows[0].query_aware,
         samples=len(rows),
-        contexts=len(set(contexts)),
-        quality=quality,
-        difference=difference,
+        contexts=len({row.trace for row in rows}),
         flips=flipped,
-        worst_decile_nll=worst_decile([row.nll for row in rows]),
         diverged=sum(row.divergence is not None for row in rows),
-        amounts={name: _mean([_get(row, name) for row in rows]) for name in AMOUNTS},
+        amounts=dict(zip(AMOUNTS, map(_mean, zip(*map(_AMOUNTS, rows), strict=True)), strict=True)),
         peak_bytes=max(row.peak_bytes for row in rows),
         blocks_freed={
             mode: _mean([row.blocks_freed[mode] for row in rows])
             for mode in RECLAIM_MODES
             if all(mode in row.blocks_freed for row in rows)
         },
+        **measured,
     )
-
-
-def _get(row: BranchResult, name: str) -> float:
-    return float(getattr(row, name))
 
 
 def _right(row: BranchResult, name: str) -> bool:
     """Full marks; a hair of float noise is not a wrong answer."""
-    return _get(row, name) >= 1 - 1e-9
+    return float(getattr(row, name)) >= 1 - 1e-9
 
 
 def _mean(values: Sequence[float]) -> float:

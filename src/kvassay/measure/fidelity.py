@@ -21,6 +21,10 @@ class Deviation:
     squared_norm: float = 0.0
     mass: float = 0.0
     rows: int = 0
+    read: float = 0.0
+    scanned: float = 0.0
+    dense: float = 0.0
+    queries: int = 0
 
     def add(self, mine: Tensor, dense: Tensor, share: Tensor) -> None:
         """Outputs [q_heads, queries, v_dim] of arm and dense, and the arm's share of the mass [q_heads, queries]."""
@@ -28,6 +32,11 @@ class Deviation:
         self.squared_norm += float(dense.double().square().sum())
         self.mass += float(share.double().sum())
         self.rows += share.numel()
+
+    def charge(self, read: float, scanned: float, dense: float, queries: int) -> None:
+        """Bytes that `queries` read of the arm's tokens, scanned to choose them, and read under dense, in all."""
+        self.read, self.scanned, self.dense = self.read + read, self.scanned + scanned, self.dense + dense
+        self.queries += queries
 
     @property
     def output_error(self) -> float:
@@ -77,6 +86,8 @@ class ArmFidelity:
     """The smallest of the layers' means over branches."""
     least_layer: int
     """The layer of `least_mass`."""
+    read_fraction: float = 0.0
+    """Sum over layers and branches of `LayerFidelity.read_bytes` / the same of dense's; lower is better."""
 
 
 def screen(rows: Iterable[LayerFidelity]) -> list[ArmFidelity]:
@@ -86,6 +97,13 @@ def screen(rows: Iterable[LayerFidelity]) -> list[ArmFidelity]:
         if row.in_scope:
             found.setdefault(row.arm, {}).setdefault(row.layer, []).append(row)
     return [_line(arm, layers) for arm, layers in found.items()]
+
+
+def _read_fraction(rows: Iterable[LayerFidelity]) -> float:
+    """What an arm reads of what dense reads; 0 if nothing was counted."""
+    every = list(rows)
+    dense = math.fsum(row.dense_bytes for row in every)
+    return math.fsum(row.read_bytes for row in every) / dense if dense else 0.0
 
 
 def _line(arm: str, layers: dict[int, list[LayerFidelity]]) -> ArmFidelity:
@@ -101,6 +119,7 @@ def _line(arm: str, layers: dict[int, list[LayerFidelity]]) -> ArmFidelity:
         _mean(list(masses.values())),
         masses[least],
         least,
+        _read_fraction(row for rows in layers.values() for row in rows),
     )
 
 

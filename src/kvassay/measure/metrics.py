@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvassay.measure.result import RECLAIM_MODES
-
-Direction = Literal["higher", "lower", "none"]
+from kvassay.measure.statistics import Better as Direction
 
 
 @dataclass(frozen=True)
@@ -23,6 +22,13 @@ class MetricCard:
     quality: bool = False
     """Gets an interval and a paired difference to dense."""
     how: Literal["measured", "modelled"] = "measured"
+    bounds: tuple[float, float] | None = None
+    """Least and greatest value of one question; None where there is no greatest."""
+
+    @property
+    def paired_bounds(self) -> tuple[float, float] | None:
+        """The same for a difference between two arms on one question."""
+        return None if self.bounds is None else (self.bounds[0] - self.bounds[1], self.bounds[1] - self.bounds[0])
 
     @property
     def sentence(self) -> str:
@@ -40,6 +46,7 @@ _CARDS = (
         "scored answer tokens that are the arm's most likely token / scored answer tokens, teacher-forced, "
         "mean over questions",
         quality=True,
+        bounds=(0.0, 1.0),
     ),
     MetricCard(
         "task",
@@ -48,6 +55,7 @@ _CARDS = (
         "higher",
         "the workload's score of the greedily generated text, free-running, mean over questions",
         quality=True,
+        bounds=(0.0, 1.0),
     ),
     MetricCard(
         "nll",
@@ -73,6 +81,7 @@ _CARDS = (
         "scored answer tokens where arm and dense have the same top-1 token / scored answer tokens, "
         "mean over questions",
         quality=True,
+        bounds=(0.0, 1.0),
     ),
     MetricCard(
         "generated_tokens",
@@ -127,7 +136,7 @@ _CARDS = (
         "policy bytes",
         "bytes",
         "lower",
-        "bytes touched once to score and edit the context, mean over questions",
+        "bytes touched once to score, edit and summarise the context, mean over questions",
     ),
     MetricCard(
         "policy_seconds",

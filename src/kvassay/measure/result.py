@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+KEPT_BINS = 64
+"""Stretches of the context of which `BranchResult.kept` says how much is held."""
 RECLAIM_MODES = ("whole_block", "per_layer_tables", "per_head_tables", "slot_reuse", "compaction")
 
 
@@ -45,13 +47,14 @@ class BranchResult:
     """The workload's score in [0, 1] of the generated text, over the part of the answer that the protocol's
     `free_tokens` covers; higher is better."""
     divergence: int | None
-    """First generated token that differs from dense's, None if none does."""
+    """First generated token that differs from dense's (or is missing beside it), None if none does."""
     wrong_step: int | None
     """For answers made of steps (reasoning-shaped workloads): the first step, 0-based, in which the generated
     tokens leave the recorded answer; None if they never do, or the answer has no steps. Higher is better."""
     generated: str
     """The generated text."""
     generated_tokens: int
+    """Tokens of the reply, its end token included."""
 
     # How much, never one number. Bytes at the layout's kv_dtype; encoded data as really held.
     retained_bytes: float
@@ -85,8 +88,16 @@ class BranchResult:
     artefact_bytes: float = 0.0
     """Bytes of what the policy learnt offline and needs when it reads; once per model, not per sequence, and so
     not in `retained_bytes`."""
+    prefill: str = "shared_dense"
+    """How this arm's context was prefilled: `shared_dense` (a fork of the one dense prefill) or `own`."""
+    ended: str = "length"
+    """What ended the reply: `length` (as many tokens as the protocol generates) or `end_token` (the model's own)."""
     policy_seconds: float = 0.0
     """Wall seconds the policy and the cache spent on scoring and editing the context, on this machine."""
+    kept: tuple[float, ...] = ()
+    """Where in the context what is held lies: for each of `KEPT_BINS` equal stretches of it (one per token, if it has
+    fewer), the tokens still held after compressing, in slots or encoded / the stretch's tokens, mean over the KV heads
+    of the layers the policy may act on, in [0, 1]. Given with a context's first question, empty with the others."""
 
 
 @dataclass(frozen=True)
@@ -105,3 +116,10 @@ class LayerFidelity:
     always among them), mean over queries and query heads, in [0, 1]; higher is better. A sink's mass is left out."""
     in_scope: bool = True
     """Whether the arm may act on this layer, or on the one whose cache it reads."""
+    read_bytes: float = 0.0
+    """Bytes that one query reads of this layer, mean over the branch's queries: K, V, side data, metadata and scoring
+    scan, at the layout's `kv_dtype`; lower is better."""
+    scan_bytes: float = 0.0
+    """Those of `read_bytes` that were read to choose: side data, or keys, of what may not be chosen."""
+    dense_bytes: float = 0.0
+    """Bytes that dense reads for the same queries, mean."""

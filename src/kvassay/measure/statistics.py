@@ -1,39 +1,21 @@
-"""Means with intervals, clustered by context: questions about one context are not independent samples."""
+"""Means with intervals clustered by context, flips with McNemar's test, the worst tenth, and noise.
+
+Questions about one context are not independent samples: intervals resample whole contexts (`resample.py`).
+"""
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 import numpy as np
 
 from kvassay.errors import ExperimentError
+from kvassay.measure.resample import Bounds, Estimate, Floats, Resampling
 
-LEVEL = 0.95
-RESAMPLES = 4999
-
-Floats = np.ndarray[Any, np.dtype[np.float64]]
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over samples and its interval; `low` and `high` are None with fewer than 2 clusters."""
-
-    mean: float
-    low: float | None
-    high: float | None
-    samples: int
-    clusters: int
-
-    @property
-    def half_width(self) -> float | None:
-        """The larger distance from the mean to an end of the interval."""
-        if self.low is None or self.high is None:
-            return None
-        return max(self.mean - self.low, self.high - self.mean)
+Better = Literal["higher", "lower", "none"]
 
 
 @dataclass(frozen=True)
@@ -43,71 +25,80 @@ class Flips:
     right_to_wrong: int
     wrong_to_right: int
     samples: int
+    p_value: float | None = None
+    """McNemar's test, exact and two-sided: how likely losses and gains differ at least this much if both were
+    equally likely. Counts questions, as if those of one context were independent: read it beside the clustered
+    interval of the difference, never instead."""
 
 
-def clustered_mean(values: Sequence[float], clusters: Sequence[Hashable], seed: int = 0) -> Estimate:
-    """Mean of `values` with a percentile bootstrap interval that resamples whole clusters.
+def clustered_mean(
+    values: Sequence[float], clusters: Sequence[Hashable], seed: int = 0, bounds: Bounds = None
+) -> Estimate:
+    """Mean of `values` with a bootstrap interval that resamples whole clusters.
 
     Args:
         values: one number per sample.
         clusters: which cluster (context) each sample belongs to.
         seed: of the resampling; the same input gives the same interval.
+        bounds: least and greatest value a sample can have, if there are such.
 
     Raises:
         ExperimentError: no values, or lengths differ.
     """
-    if not values or len(values) != len(clusters):
-        raise ExperimentError(f"a mean over {len(values)} values in {len(clusters)} cluster labels cannot be taken")
-    sums, counts = _cluster_sums(values, clusters)
-    mean = math.fsum(values) / len(values)
-    number = len(sums)
-    if number < 2:
-        return Estimate(mean, None, None, len(values), number)
-    if not np.isfinite(sums).all():
-        return Estimate(mean, math.nan, math.nan, len(values), number)
-    import scipy.stats  # late: a second to import, and reading results does without
-
-    with warnings.catch_warnings():  # equal clusters give a degenerate distribution, which is the right answer here
-        warnings.simplefilter("ignore")
-        interval = scipy.stats.bootstrap(
-            (sums, counts),
-            _ratio,
-            paired=True,
-            vectorized=True,
-            n_resamples=RESAMPLES,
-            confidence_level=LEVEL,
-            method="percentile",
-            rng=np.random.default_rng(seed),
-        ).confidence_interval
-    return Estimate(mean, float(interval.low), float(interval.high), len(values), number)
-
-
-def _cluster_sums(values: Sequence[float], clusters: Sequence[Hashable]) -> tuple[Floats, Floats]:
-    """Sum and size of each cluster, in order of first appearance."""
-    groups: dict[Hashable, list[float]] = {}
-    for value, cluster in zip(values, clusters, strict=True):
-        groups.setdefault(cluster, []).append(float(value))
-    sums = np.array([math.fsum(group) for group in groups.values()], dtype=np.float64)
-    return sums, np.array([len(group) for group in groups.values()], dtype=np.float64)
-
-
-def _ratio(sums: Floats, counts: Floats, axis: int = -1) -> Floats:
-    """Mean over samples of resampled clusters: larger clusters weigh more, as in the mean itself."""
-    ratio: Floats = sums.sum(axis=axis) / counts.sum(axis=axis)
-    return ratio
+    column = np.array(values, dtype=np.float64).reshape(-1, 1)
+    return Resampling(tuple(clusters), seed).estimates(column, [bounds])[0]
 
 
 def flips(dense: Sequence[bool], arm: Sequence[bool]) -> Flips:
-    """Count samples that dense has right and the arm wrong, and the other way round."""
+    """Count samples that dense has right and the arm wrong, and the other way round, with McNemar's exact test."""
     pairs = list(zip(dense, arm, strict=True))
     lost = sum(1 for before, after in pairs if before and not after)
     won = sum(1 for before, after in pairs if after and not before)
-    return Flips(lost, won, len(pairs))
+    return Flips(lost, won, len(pairs), mcnemar(lost, won))
 
 
-def worst_decile(values: Sequence[float]) -> float:
-    """Mean of the largest tenth of `values` (at least one): what averages hide."""
-    if not values:
+def mcnemar(lost: int, won: int) -> float:
+    """Exact two-sided p of McNemar's test; 1 if nothing flipped."""
+    if lost + won == 0:
+        return 1.0
+    import scipy.stats  # late: a second to import, and reading results does without
+
+    return float(scipy.stats.binomtest(lost, lost + won, 0.5).pvalue)
+
+
+def worst_decile(values: Sequence[float], better: Better = "lower") -> float:
+    """Mean of the worst tenth of `values` (at least one): what averages hide. Without a direction, the largest."""
+    if not len(values):
         raise ExperimentError("the worst decile of no values cannot be taken")
-    worst = sorted(values, reverse=True)[: math.ceil(len(values) / 10)]
-    return math.fsum(worst) / len(worst)
+    return float(worst_deciles(np.array(values, dtype=np.float64).reshape(-1, 1), [better])[0])
+
+
+def worst_deciles(values: Floats, better: Sequence[Better]) -> Floats:
+    """`worst_decile` of each column of `values` [samples, columns]; NaN for a column that holds one."""
+    sign = np.array([-1.0 if direction == "higher" else 1.0 for direction in better])
+    worst = np.sort(values * sign, axis=0)[-math.ceil(len(values) / 10) :]  # NaN sorts last
+    means: Floats = worst.mean(axis=0) * sign
+    return means
+
+
+def noise(difference: Estimate, again: Estimate | None) -> float | None:
+    """What a difference to dense must exceed to mean anything; None where no interval can be given.
+
+    The larger of the half width of the arm's own paired interval and the spread of dense', dense in another batch
+    split: how far from 0 its paired interval reaches (its mean, where all contexts agree exactly).
+
+    Args:
+        difference: arm minus dense, paired.
+        again: dense' minus dense on the same questions, if it ran.
+    """
+    own = difference.half_width
+    if own is None:
+        return None
+    return own if again is None else max(own, reach(again))
+
+
+def reach(again: Estimate) -> float:
+    """How far from 0 the paired difference of dense' reaches."""
+    if again.low is None or again.high is None or again.agreeing:
+        return abs(again.mean)
+    return max(abs(again.low), abs(again.high))
