@@ -1,0 +1,60 @@
+"""The verdicts of a run as a table, which every report shows first."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvassay.experiment.folder import CELLS
+from kvassay.measure.verdict import OUTCOME_TEXT, Judgement, load_judgement
+
+STYLES = {"promote": "bold green", "hold": "yellow", "reject": "red", "suspect": "magenta", "invalid": "bold magenta"}
+
+
+def verdict_table(run: Path) -> RenderableType | None:
+    """The verdicts of a run folder, what they mean and what to hold against them; None if it was never judged.
+
+    Raises `GateError` for a damaged file.
+    """
+    judgement = load_judgement(run)
+    return None if judgement is None else Group(*_lines(judgement, stale(judgement, run)))
+
+
+def stale(judgement: Judgement, run: Path) -> bool:
+    """Whether the cells are others than those that were judged."""
+    cells = run / CELLS
+    return not cells.is_file() or hashlib.sha256(cells.read_bytes()).hexdigest() != judgement.cells_sha256
+
+
+def _lines(judgement: Judgement, old: bool) -> Iterator[RenderableType]:
+    if judgement.warning:
+        yield Text(f"! {judgement.warning}", style="bold yellow")
+    if old:
+        yield Text(
+            "! these verdicts are about earlier cells; `kvassay gate RUN` judges the present ones", "bold yellow"
+        )
+    declared = f"declared {judgement.declared}" if judgement.declared else "never declared"
+    yield Text(f"Gate {judgement.gate} ({declared}, sha256 {judgement.gate_sha256[:12]})", style="bold")
+    yield _table(judgement)
+    for outcome in judgement.count():
+        yield Text(f"{outcome}: {OUTCOME_TEXT[outcome]}", style="dim")
+    if judgement.excluded:
+        yield Text(f"no verdict: {', '.join(judgement.excluded)}", style="dim")
+    for note in judgement.notes:
+        yield Text(f"note: {note}", style="dim")
+
+
+def _table(judgement: Judgement) -> Table:
+    table = Table("arm", "verdict", "reason", "scope", box=None, padding=(0, 2, 0, 0), title_justify="left")
+    for verdict in judgement.overall:
+        name = verdict.arm + (" (approximates)" if verdict.approximate else "")
+        outcome = Text(verdict.outcome, STYLES[verdict.outcome])
+        if verdict.exploratory:
+            outcome.append(" (exploratory)", "yellow")
+        table.add_row(Text(name), outcome, Text(verdict.reason), Text(verdict.scope, "dim"))  # never as markup
+    return table
