@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from kvassay.cache.data import LayerData
@@ -13,8 +14,8 @@ from kvassay.cache.paged import PagedCache
 from kvassay.layout.model import Layer, Layout
 from kvassay.policy.base import Memory, Policy
 from kvassay.policy.budget import Allowance, Protection
-from kvassay.policy.card import When
-from kvassay.policy.views import CacheView, LayerView, Meter
+from kvassay.policy.card import Evidence, When
+from kvassay.policy.views import CacheView, LayerView, Meter, Queries
 
 
 @dataclass
@@ -25,6 +26,8 @@ class Run:
     layer: Layer
     k: Tensor
     v: Tensor
+    queries: Tensor | None = None
+    """Prompt queries [q_heads, tokens, dim] of the first positions, where the policy asks for them."""
     tokens: int | None = None
     """Budget in tokens; None for a policy without one."""
     protection: Protection = field(default_factory=lambda: Protection(0, 0))
@@ -68,6 +71,10 @@ class Run:
             self.cache.check()
 
     def view(self) -> LayerView:
+        offered = {}
+        if self.queries is not None:
+            shown = Queries(self.queries, torch.arange(self.queries.shape[1]))
+            offered[Evidence.QUERIES] = lambda: shown
         return LayerView(
             self.layer,
             self.policy.card,
@@ -75,6 +82,7 @@ class Run:
             length=self.length,
             protection=self.protection,
             meter=Meter(2.0),
+            queries=offered,
             block_size=self.block_size,
         )
 

@@ -26,6 +26,9 @@ That makes `fork` and `rollback` free; its bytes are counted."""
 
 EMPTY: State = {}
 
+EVERY_QUERY = 1 << 40
+"""More prompt queries than any context has: `Policy.queries_needed` of a method that needs them all."""
+
 
 @dataclass(frozen=True)
 class Artefact:
@@ -100,6 +103,11 @@ class Policy:
     ) -> ReadSet | None:
         """What `query` [q_heads, queries, dim] may read of a layer; None reads all that is retained."""
         return None
+
+    @property
+    def queries_needed(self) -> int:
+        """How many of the newest queries a view must offer: a recording holds that many, a stepwise lane keeps them."""
+        return 0
 
     # What the subclass wrote decides what the replay asks.
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvassay.errors import BudgetError, PolicyError
+from kvassay.errors import BudgetError, EvidenceMissing, PolicyError
 from kvassay.policy.base import Policy
 from kvassay.policy.budget import Allowance
-from kvassay.policy.views import CacheView
+from kvassay.policy.views import CacheView, LayerView
 
 
 def at_least(policy: Policy, **minimum: float) -> None:
@@ -32,4 +32,27 @@ def more_than_forced(policy: Policy, cache: CacheView, budget: Allowance, parame
         raise BudgetError(
             f"policy '{policy.card.name}' always keeps {parameter}={forced} tokens, the budget is {budget.tokens} "
             f"of {budget.context}: nothing is left to choose; raise the budget or lower {parameter}"
+        )
+
+
+LONGEST_EVERY_QUERY = 65_536
+"""Longest context, in tokens, at which a method that scores every prompt query is run."""
+
+
+def every_query(policy: Policy, layer: LayerView, first: int) -> None:
+    """Raise unless the queries of all positions from `first` on are there and scoring them all is affordable.
+
+    `PolicyError` above `LONGEST_EVERY_QUERY` tokens, with the work it would be; `EvidenceMissing` for a short record.
+    """
+    if layer.length > LONGEST_EVERY_QUERY:
+        work = layer.layer.q_heads * layer.length**2 * layer.layer.kv.k_dim
+        raise PolicyError(
+            f"policy '{policy.card.name}' scores every prompt query: {layer.length} tokens are about {work:.1e} "
+            f"multiply-adds a layer; it is run on up to {LONGEST_EVERY_QUERY} tokens"
+        )
+    held = layer.queries(layer.length).q.shape[1]
+    if held < layer.length - first:
+        raise EvidenceMissing(
+            f"policy '{policy.card.name}' needs the queries of all {layer.length} tokens of layer {layer.index}, "
+            f"the trace holds the last {held}; record with --q-tail {layer.length}"
         )

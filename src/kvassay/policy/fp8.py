@@ -33,11 +33,12 @@ class Fp8(Policy):
 
     def decide(self, cache: CacheView, scores: Mapping[int, Tensor], memory: Memory, budget: Allowance) -> Decision:
         """Encode every token that is not yet encoded."""
-        fresh = {index: layer.alive & ~layer.encoded for index, layer in cache.layers.items()}
         return Decision(
-            {
-                index: [Quantize(8, 8, number="fp8_e4m3", tokens=tokens)]
-                for index, tokens in fresh.items()
-                if bool(tokens.any())
-            }
+            {index: [Quantize(8, 8, number="fp8_e4m3", tokens=tokens)] for index, tokens in fresh_tokens(cache).items()}
         )
+
+
+def fresh_tokens(cache: CacheView) -> dict[int, Tensor]:
+    """bool [kv_heads, tokens] per layer that holds tokens in no code yet: which."""
+    fresh = {index: layer.alive & ~layer.encoded for index, layer in cache.layers.items()}
+    return {index: tokens for index, tokens in fresh.items() if bool(tokens.any())}

@@ -46,6 +46,11 @@ class SnapKV(Policy):
         if self.kernel % 2 == 0:
             raise PolicyError(f"policy 'snapkv': kernel={self.kernel}, must be odd")
 
+    @property
+    def queries_needed(self) -> int:
+        """The window's."""
+        return self.window
+
     def score(self, layer: LayerView, memory: Memory) -> Tensor:
         """Pooled mean attention of the window's queries; the window's own tokens above all: [kv_heads, tokens]."""
         rows = layer.attention(self.window)

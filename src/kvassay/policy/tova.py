@@ -25,6 +25,11 @@ class Tova(Policy):
         deviations=("compresses once, after prefill (as kvpress); the paper drops one token at every step",),
     )
 
+    @property
+    def queries_needed(self) -> int:
+        """The last one."""
+        return 1
+
     def score(self, layer: LayerView, memory: Memory) -> Tensor:
         """Mean attention, by position so that ragged heads agree; the last token above all: [kv_heads, tokens]."""
         per_head = layer.group_sum(layer.attention(1)[:, 0]) / layer.layer.q_heads

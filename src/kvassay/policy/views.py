@@ -51,6 +51,11 @@ class Queries:
         """The last `count` of them (all, if there are fewer)."""
         return Queries(self.q[:, -count:], self.positions[-count:])
 
+    def before(self, position: int) -> Queries:
+        """Those at earlier positions."""
+        mine = self.positions < position
+        return Queries(self.q[:, mine], self.positions[mine])
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -184,6 +189,14 @@ class LayerView:
         self._charge("keys", self.data.k)
         return self.attend(self._get(Evidence.QUERIES).last(last))
 
+    def attention_sum(self, last: int, chunk: int = 256) -> Tensor:
+        """float [q_heads, tokens]: `attention(last)` summed over the queries, `chunk` of them held at a time."""
+        self._touch(Evidence.ATTENTION)
+        self._charge("keys", self.data.k)
+        found = self._get(Evidence.QUERIES).last(last)
+        parts = zip(found.q.split(chunk, dim=1), found.positions.split(chunk), strict=True)
+        return torch.stack([self.attend(Queries(q, at)).sum(1) for q, at in parts]).sum(0)
+
     def hidden(self) -> Rows:
         """Residual stream entering this layer, of the context's tokens: [rows, hidden_size]."""
         return self._tap(Evidence.HIDDEN)
@@ -270,6 +283,8 @@ class BlockView:
     layer: Layer
     keys: Tensor
     values: Tensor
+    artefact: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the policy learnt offline, by name: side data may be made with it."""
 
 
 @dataclass(frozen=True)
