@@ -81,9 +81,17 @@ class Packed:
     length: int
 
     @classmethod
-    def encode(cls, x: Tensor, bits: int) -> Packed:
-        """Encode x [..., length]; one scale and zero for each row of `length` elements."""
+    def encode(cls, x: Tensor, bits: int, clamp_zero: bool = False) -> Packed:
+        """Encode x [..., length]; one scale and zero for each row of `length` elements.
+
+        clamp_zero: keep the zero point within the codes, so that a row far from 0 saturates (as some methods do)
+        """
         low, high = x.amin(-1), x.amax(-1)
+        if clamp_zero:
+            most = 2**bits - 1
+            unit = ((high - low) / most).clamp(min=1e-12)
+            low = -(-low / unit).clamp(0, most).round() * unit
+            high = low + most * unit
         zero = low.to(torch.float16)
         span = (high - zero.float()).clamp(min=0)
         scale = (span / (2**bits - 1)).to(torch.float16)
@@ -148,10 +156,10 @@ class TokenGroups:
     packed: Packed
 
     @classmethod
-    def encode(cls, x: Tensor, bits: int, group: int | None) -> TokenGroups:
+    def encode(cls, x: Tensor, bits: int, group: int | None, clamp_zero: bool = False) -> TokenGroups:
         """Encode x [..., tokens, dim]; `group` must divide dim (None = the whole head dimension)."""
         size = group or x.shape[-1]
-        return cls(Packed.encode(x.unflatten(-1, (-1, size)), bits))
+        return cls(Packed.encode(x.unflatten(-1, (-1, size)), bits, clamp_zero))
 
     def decode(self) -> Tensor:
         """float32 [..., tokens, dim]."""
@@ -171,15 +179,15 @@ class ChannelGroups:
     rest: Packed | None
 
     @classmethod
-    def encode(cls, x: Tensor, bits: int, group: int | None) -> ChannelGroups:
+    def encode(cls, x: Tensor, bits: int, group: int | None, clamp_zero: bool = False) -> ChannelGroups:
         """Encode x [..., tokens, dim]; the last group may be shorter (None = all tokens in one)."""
         tokens = x.shape[-2]
         size = group or tokens
         whole = tokens // size * size
         channels = x.transpose(-1, -2)
         return cls(
-            Packed.encode(channels[..., :whole].unflatten(-1, (-1, size)), bits) if whole else None,
-            Packed.encode(channels[..., whole:], bits) if whole < tokens else None,
+            Packed.encode(channels[..., :whole].unflatten(-1, (-1, size)), bits, clamp_zero) if whole else None,
+            Packed.encode(channels[..., whole:], bits, clamp_zero) if whole < tokens else None,
         )
 
     def decode(self) -> Tensor:

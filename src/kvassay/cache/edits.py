@@ -47,6 +47,7 @@ class Quantize:
         or "token" (a scale per token over the head dimension)
     number: "int" (asymmetric min/max, float16 scale and zero) or "fp8_e4m3" (no scale)
     tokens: bool [n] or [H, n], the scope; None = every token of the view
+    clamp_zero: keep integer zero points within the codes (`codec.Packed.encode`)
     Widths: 0, 2, 4, 8, 16; 16 keeps the element as it is.
     """
 
@@ -56,6 +57,7 @@ class Quantize:
     group: int | None = None
     number: Literal["int", "fp8_e4m3"] = "int"
     tokens: Tensor | None = None
+    clamp_zero: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,11 +102,13 @@ class Decision:
     edits: layer index -> edits, applied in the order merge, bias, encode, evict
     compact: afterwards move live slots to the front and free the blocks behind (copies are charged)
     reuse: position of an evicted token whose slot the next token takes, at every layer and head
+    facts: what the policy wants reported of this decision, by name (shares, counts); changes nothing
     """
 
     edits: Mapping[int, Sequence[Edit]] = field(default_factory=dict)
     compact: bool = False
     reuse: int | None = None
+    facts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def empty(self) -> bool:

@@ -31,7 +31,7 @@ class Encoded:
     def keys(self) -> Tensor:
         """float [kv_heads, n, k_dim], post-RoPE."""
         if self._keys is None:
-            decoded = self.key.decode()
+            decoded = self.key.decode().contiguous()
             self._keys = rotate(decoded, self.positions.clamp(min=0), self.rope) if self.rope else decoded
         return self._keys
 
@@ -99,7 +99,7 @@ def _encoder(edit: Quantize, axis: Axis) -> Encoder:
             return Float8.encode(x)
         if bits == 16:
             return Raw(x)
-        return (ChannelGroups if axis == "channel" else TokenGroups).encode(x, bits, edit.group)
+        return (ChannelGroups if axis == "channel" else TokenGroups).encode(x, bits, edit.group, edit.clamp_zero)
 
     return encode
 
