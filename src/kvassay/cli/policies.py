@@ -16,7 +16,8 @@ from kvassay.errors import PolicyError
 @click.command()
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def policies(name: str | None, as_json: bool) -> None:
+@click.option("--markdown", is_flag=True, help="Print the cards of all built-in policies as a Markdown page.")
+def policies(name: str | None, as_json: bool, markdown: bool) -> None:
     """List all policies, or show the card of NAME.
 
     NAME is a built-in policy, the entry point of an installed plug-in, or path/to/file.py:ClassName; add
@@ -25,6 +26,11 @@ def policies(name: str | None, as_json: bool) -> None:
     from kvassay.policy import registry
     from kvassay.policy.describe import describe
 
+    if markdown:
+        from kvassay.policy import cards
+
+        click.echo(cards.markdown(registry.get(each) for each in registry.BUILT_IN), nl=False)
+        return
     if name is not None:
         card = describe(registry.get(name))
         click.echo(json.dumps(card, indent=2)) if as_json else _show(card)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Literal
 
 from kvassay.errors import PolicyError
 
@@ -59,7 +60,7 @@ class Evidence(StrEnum):
     """Queries recorded after the decision: only the declared `hindsight` reference may ask."""
 
 
-TAPS: Mapping[Evidence, str] = MappingProxyType(
+TAPS: Mapping[Evidence, Literal["hidden", "layer_input", "lse", "bucket"]] = MappingProxyType(
     {
         Evidence.HIDDEN: "hidden",
         Evidence.LAYER_INPUT: "layer_input",
@@ -111,6 +112,8 @@ class Card:
     """What the source leaves unsaid and we filled in; only with `reconstruction=True`."""
     deviations: tuple[str, ...] = ()
     """Where we knowingly depart from the published method, and why."""
+    limits: tuple[str, ...] = ()
+    """Where the method does not apply, and how it is known to fail."""
 
     def __post_init__(self) -> None:
         if self.gaps and not self.reconstruction:
