@@ -1,101 +1,76 @@
-"""Decode in place over slots against the float64 reference over the same tokens gathered."""
+"""Slots in place: by block table, by list, per head and query, against the float64 reference."""
 
 from __future__ import annotations
 
+import itertools
+
+import hypothesis.strategies as st
+import numba
 import pytest
 import torch
+from hypothesis import given, settings
 from torch import Tensor
 
-from kvassay.cache.data import LayerData
-from kvassay.kernels.cpu import paged_decode
-from kvassay.kernels.reference import attend, visible
+from kvassay.kernels.cpu import SHORTEST, CpuKernel
+from kvassay.kernels.device import LaneRead, PagedLayer, SlotRead
+from kvassay.kernels.gather import ReferenceKernel
 
 BLOCKS, SIZE = 8, 6
+KERNEL, REFERENCE = CpuKernel(), ReferenceKernel()
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def pools(kv_heads: int, k_dim: int, v_dim: int) -> tuple[Tensor, Tensor]:
-    return random(BLOCKS, kv_heads, SIZE, k_dim, seed=1), random(BLOCKS, kv_heads, SIZE, v_dim, seed=2)
+def pools(kv_heads: int, k_dim: int, v_dim: int, blocks: int = BLOCKS, size: int = SIZE) -> tuple[Tensor, Tensor]:
+    return random(blocks, kv_heads, size, k_dim, seed=1), random(blocks, kv_heads, size, v_dim, seed=2)
 
 
-def slot_lists(counts: list[list[int]], capacity: int, seed: int = 3) -> tuple[Tensor, Tensor]:
-    """Distinct random slots per (lane, head); what lies behind the count would crash or mislead if read."""
+def slot_list(counts: list[int], seed: int = 3, **more: Tensor) -> SlotRead:
+    """Distinct random slots per head; what lies behind the count would crash or mislead if read."""
     rng = torch.Generator().manual_seed(seed)
-    slots = torch.full((len(counts), len(counts[0]), capacity), -(10**6), dtype=torch.int32)
-    for lane, row in enumerate(counts):
-        for head, n in enumerate(row):
-            slots[lane, head, :n] = torch.randperm(BLOCKS * SIZE, generator=rng)[:n].int()
-    return slots, torch.tensor(counts, dtype=torch.int32)
+    entries = torch.full((len(counts), max(counts)), -(10**6), dtype=torch.int32)
+    for head, n in enumerate(counts):
+        entries[head, :n] = torch.randperm(BLOCKS * SIZE, generator=rng)[:n].int()
+    return SlotRead(entries, torch.tensor([counts], dtype=torch.int32), **more)
 
 
-def expected(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slots: Tensor,
-    count: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Gather the slots one by one, then the reference in float64."""
-    lanes = []
-    for lane in range(q.shape[0]):
-        width = int(count[lane].max())
-        rows = [torch.zeros(k.shape[1], width, side.shape[3], dtype=torch.float64) for side in (k, v)]
-        positions = torch.full((k.shape[1], width), -1)
-        for head in range(k.shape[1]):
-            for at in range(int(count[lane, head])):
-                block, offset = divmod(int(slots[lane, head, at]), SIZE)
-                for row, side in zip(rows, (k, v), strict=True):
-                    row[head, at] = side[block, head, offset].double()
-                positions[head, at] = at
-        data = LayerData.ragged(rows[0], rows[1], positions).stored
-        seen = visible(data, torch.tensor([width]), q.shape[1])
-        lanes.append(attend(q[lane, :, None].double(), data, seen, scale=scale, softcap=softcap, sinks=sinks)[:, 0])
-    return torch.stack(lanes)
+def ints(*rows: list[int]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int32)
 
 
-def check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slots: Tensor,
-    count: Tensor,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> None:
-    scale = q.shape[-1] ** -0.5
-    found = paged_decode(q, k, v, slots, count, scale=scale, softcap=softcap, sinks=sinks)
-    assert found.shape == (*q.shape[:2], v.shape[3]) and found.dtype == torch.float32
-    true = expected(q, k, v, slots, count, scale, softcap, sinks)
-    torch.testing.assert_close(found.double(), true, rtol=0, atol=2e-6)
+def check(q: Tensor, layer: PagedLayer, lanes: list[LaneRead], atol: float = 2e-6) -> Tensor:
+    found = KERNEL.decode(layer, q, lanes)
+    assert found.shape == (*q.shape[:3], layer.values.shape[3]) and found.dtype == torch.float32
+    torch.testing.assert_close(found, REFERENCE.decode(layer, q, lanes), rtol=0, atol=atol)
+    return found
 
 
 class TestAgainstReference:
-    @pytest.mark.parametrize("group", [1, 3, 8])
+    @pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
     @pytest.mark.parametrize("dim", [64, 128, 256])
     def test_group_sizes_and_head_dimensions(self, group: int, dim: int) -> None:
         k, v = pools(2, dim, dim)
-        check(random(3, 2 * group, dim), k, v, *slot_lists([[9, 9], [30, 30], [1, 1]], 33))
+        lanes: list[LaneRead] = [[slot_list([9, 9])], [slot_list([30, 30])], [slot_list([1, 1])]]
+        check(random(3, 2 * group, 1, dim), PagedLayer(k, v, dim**-0.5), lanes)
 
     @pytest.mark.parametrize("softcap", [None, 0.5, 50.0])
     @pytest.mark.parametrize("sinks", [False, True])
     def test_softcap_and_sinks(self, softcap: float | None, sinks: bool) -> None:
         k, v = pools(2, 16, 16)
         logits = torch.tensor([-2.0, 0.0, 1.0, 3.0, -50.0, 50.0]) if sinks else None
-        check(4 * random(2, 6, 16), k, v, *slot_lists([[20, 20], [7, 7]], 20), softcap=softcap, sinks=logits)
+        layer = PagedLayer(k, v, 0.25, softcap, logits)
+        check(4 * random(2, 6, 1, 16), layer, [[slot_list([20, 20])], [slot_list([7, 7])]], 4e-6)
 
     def test_ragged_heads_and_lanes(self) -> None:
-        k, v = pools(3, 16, 16)
-        check(random(3, 6, 16), k, v, *slot_lists([[1, 20, 5], [48, 2, 2], [3, 3, 4]], 48))
+        layer = PagedLayer(*pools(3, 16, 16), 0.25)
+        lanes: list[LaneRead] = [[slot_list([1, 20, 5])], [slot_list([48, 2, 2])], [slot_list([3, 3, 4])]]
+        check(random(3, 6, 1, 16), layer, lanes)
 
     def test_keys_and_values_of_other_widths(self) -> None:
-        k, v = pools(2, 24, 8)
-        check(random(2, 4, 24), k, v, *slot_lists([[5, 6], [7, 8]], 8))
+        layer = PagedLayer(*pools(2, 24, 8), 0.25)
+        check(random(2, 4, 1, 24), layer, [[slot_list([5, 6])], [slot_list([7, 8])]])
 
     def test_strided_pools(self) -> None:
         """As the store lays them out: keys and values of a block behind each other in one buffer."""
@@ -103,47 +78,136 @@ class TestAgainstReference:
         k = buffer[:, : 2 * SIZE * 16].unflatten(1, (2, SIZE, 16))
         v = buffer[:, 2 * SIZE * 16 : 2 * SIZE * 24].unflatten(1, (2, SIZE, 8))
         assert not k.is_contiguous() and not v.is_contiguous()
-        check(random(2, 4, 16), k, v, *slot_lists([[15, 3], [9, 9]], 15))
+        check(random(2, 4, 1, 16), PagedLayer(k, v, 0.25), [[slot_list([15, 3])], [slot_list([9, 9])]])
+
+    def test_rows_elsewhere_in_any_layout(self) -> None:
+        """Rows decoded earlier, here transposed, beside the pool."""
+        k, v = random(2, 16, 11, seed=4).transpose(1, 2), random(2, 11, 16, seed=5)
+        rows = SlotRead(ints([0, 3, 4, 5, 10], [1, 2, 3, 9, 0]), ints([5, 4]), keys=k[None], values=v[None])
+        check(random(1, 4, 1, 16), PagedLayer(*pools(2, 16, 16), 0.25), [[slot_list([9, 4]), rows]])
 
     def test_queries_that_are_a_view(self) -> None:
-        """What the replay passes: [lanes, heads, tokens, dim] cut to one token."""
-        k, v = pools(2, 16, 16)
-        q = random(3, 4, 2, 16)[:, :, 1]
+        q = random(3, 4, 2, 16)[:, :, 1:]
         assert not q.is_contiguous()
-        check(q, k, v, *slot_lists([[5, 5]] * 3, 5))
+        check(q, PagedLayer(*pools(2, 16, 16), 0.25), [[slot_list([5, 5])]] * 3)
 
-    def test_lanes_that_share_slots(self) -> None:
-        k, v = pools(2, 16, 16)
-        slots, count = slot_lists([[12, 12]], 12)
-        check(random(3, 4, 16), k, v, slots.repeat(3, 1, 1), count.repeat(3, 1))
+    def test_a_block_table_from_the_middle_of_a_block(self) -> None:
+        """Two queries of one lane, with a window that has passed the first three tokens."""
+        table = SlotRead(ints([5, 2, 7]), ints([14, 14], [15, 15]), first=ints([3, 3], [4, 4]), unit=SIZE)
+        check(random(1, 4, 2, 16), PagedLayer(*pools(2, 16, 16), 0.25), [[table]])
+
+    def test_a_block_list_per_head(self) -> None:
+        table = SlotRead(ints([5, 2, 7, 0], [1, 3, -9, -9]), ints([24, 11]), unit=SIZE)
+        check(random(1, 6, 1, 16), PagedLayer(*pools(2, 16, 16), 0.25), [[table]])
+
+    def test_a_block_table_is_the_list_of_its_slots(self) -> None:
+        layer, q = PagedLayer(*pools(2, 16, 16), 0.25), random(1, 4, 1, 16)
+        blocks = torch.tensor([5, 2, 7])
+        slots = (blocks[:, None] * SIZE + torch.arange(SIZE)).flatten()[None].int()
+        by_block = SlotRead(blocks[None].int(), ints([15, 15]), unit=SIZE)
+        assert torch.equal(
+            KERNEL.decode(layer, q, [[by_block]]), KERNEL.decode(layer, q, [[SlotRead(slots, ints([15, 15]))]])
+        )
+
+
+class TestPieces:
+    @pytest.mark.parametrize("threads", [1, 2])
+    def test_a_long_context_is_cut_and_merged(self, threads: int) -> None:
+        """7,001 tokens of one KV head, so that no piece is as long as another; weights span many powers of two."""
+        if threads > numba.config.NUMBA_NUM_THREADS:
+            pytest.skip("one processor")
+        numba.set_num_threads(threads)
+        k, v = pools(1, 16, 16, blocks=440, size=16)
+        blocks = torch.randperm(440, generator=torch.Generator().manual_seed(1))[None].int()
+        table = SlotRead(blocks, ints([7001]), unit=16)
+        assert SHORTEST < 7001 / 4
+        for size in (1.0, 20.0):
+            q, sinks = size * random(2, 3, 1, 16), torch.tensor([0.0, 5.0, -5.0])
+            check(q, PagedLayer(k, v, 0.25, sinks=sinks), [[table], [table]], 1e-5 * size)
+
+    def test_a_piece_that_weighs_nothing_leaves_nothing(self) -> None:
+        """The greatest logit is in the last of many pieces; all before it must vanish, not overflow."""
+        k, v = torch.zeros(300, 1, 16, 16), torch.full((300, 1, 16, 16), 7.0)
+        k[-1, 0, -1], v[-1, 0, -1] = 1.0, 3.0
+        table = SlotRead(torch.arange(300)[None].int(), ints([4800]), unit=16)
+        out = KERNEL.decode(PagedLayer(k, v, 1.0), torch.full((1, 1, 1, 16), 1000.0), [[table]])
+        assert torch.equal(out.flatten(), torch.full((16,), 3.0))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_ragged_lanes(data: st.DataObject) -> None:
+    """Heads, groups, dimensions, queries, empty rows, ranges, biases, soft-cap and sinks in any mixture."""
+    draw = data.draw
+    kv_heads, group, queries = draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    k_dim, v_dim = draw(st.sampled_from([1, 8, 20, 33])), draw(st.sampled_from([1, 8, 17]))
+    k, v = pools(kv_heads, k_dim, v_dim)
+    softcap = draw(st.sampled_from([None, 1.5]))
+    sinks = random(kv_heads * group, seed=9) if draw(st.booleans()) else None
+    lanes: list[LaneRead] = []
+    count = draw(st.integers(1, 3))
+    for _ in range(count):
+        reads = []
+        for _ in range(draw(st.integers(0, 2))):
+            unit = draw(st.sampled_from([1, SIZE]))
+            units = draw(st.integers(1, BLOCKS * SIZE // unit))
+            rows = draw(st.sampled_from([1, kv_heads]))
+            entries = torch.tensor([draw(st.permutations(range(BLOCKS * SIZE // unit)))[:units] for _ in range(rows)])
+            tokens = units * unit
+            end = st.tuples(st.integers(0, tokens), st.integers(0, tokens)).map(sorted)
+            ends = torch.tensor([[draw(end) for _ in range(kv_heads)] for _ in range(queries)]).int()
+            bias, inner = (random(kv_heads, tokens, seed=s) if draw(st.booleans()) else None for s in (7, 8))
+            reads.append(SlotRead(entries.int(), ends[..., 1], ends[..., 0], unit, bias, inner))
+        lanes.append(reads)
+    q = 3 * random(count, kv_heads * group, queries, k_dim)
+    found = check(q, PagedLayer(k, v, k_dim**-0.5, softcap, sinks), lanes, 5e-6)
+    for lane, head, query in itertools.product(range(count), range(kv_heads * group), range(queries)):
+        if all(int((r.last - r.first)[query, head // group]) == 0 for r in lanes[lane]):  # type: ignore[operator,union-attr]
+            assert not found[lane, head, query].any()
 
 
 class TestNumbers:
     def test_one_token_is_its_value(self) -> None:
         k, v = pools(1, 16, 16)
-        out = paged_decode(random(1, 2, 16), k, v, torch.tensor([[[17]]]).int(), torch.tensor([[1]]).int(), scale=1.0)
-        assert torch.equal(out[0, 0], v[2, 0, 5]) and torch.equal(out[0, 1], v[2, 0, 5])
+        out = KERNEL.decode(PagedLayer(k, v, 1.0), random(1, 2, 1, 16), [[SlotRead(ints([17]), ints([1]))]])
+        assert torch.equal(out[0, 0, 0], v[2, 0, 5]) and torch.equal(out[0, 1, 0], v[2, 0, 5])
 
     @pytest.mark.parametrize("size", [1e4, -1e4])
     def test_large_logits_do_not_overflow(self, size: float) -> None:
         k, v = pools(1, 16, 16)
         k[0, 0] = torch.ones(16)
         k[0, 0, 2] = 1.001
-        out = paged_decode(
-            torch.full((1, 1, 16), size), k, v, torch.arange(4)[None, None].int(), torch.tensor([[4]]).int(), scale=1.0
-        )
+        read = SlotRead(torch.arange(4)[None].int(), ints([4]))
+        out = KERNEL.decode(PagedLayer(k, v, 1.0), torch.full((1, 1, 1, 16), size), [[read]])
         expect = v[0, 0, 2] if size > 0 else v[0, 0, [0, 1, 3]].mean(0)
-        torch.testing.assert_close(out[0, 0], expect)
+        torch.testing.assert_close(out[0, 0, 0], expect)
+
+    def test_a_bias_of_log_three_weighs_threefold(self) -> None:
+        k, v = torch.ones(1, 1, 2, 1), torch.tensor([[[[0.0], [1.0]]]])
+        read = SlotRead(ints([0, 1]), ints([2]), bias=torch.tensor([[0.0, 3.0]]).log1p() * torch.tensor([0.0, 1.0]))
+        heavy = KERNEL.decode(PagedLayer(k, v, 1.0), torch.ones(1, 1, 1, 1), [[read]])
+        assert heavy.item() == pytest.approx(0.8)  # 4 / (1 + 4)
+
+    def test_a_bias_of_minus_infinity_hides_a_token(self) -> None:
+        k, v = torch.ones(1, 1, 2, 1), torch.tensor([[[[5.0], [1.0]]]])
+        read = SlotRead(ints([0, 1]), ints([2]), bias=torch.tensor([[-torch.inf, 0.0]]))
+        assert KERNEL.decode(PagedLayer(k, v, 1.0), torch.ones(1, 1, 1, 1), [[read]]).item() == 1.0
 
     def test_what_no_slot_names_is_never_read(self) -> None:
         k, v = pools(2, 16, 16)
-        slots, count = slot_lists([[5, 9], [7, 7]], 9)
+        reads = [slot_list([5, 9]), slot_list([7, 7], seed=4)]
         named = torch.zeros(BLOCKS * SIZE, 2, dtype=torch.bool)
-        for lane in range(2):
-            for head in range(2):
-                named[slots[lane, head, : count[lane, head]].long(), head] = True
+        for read, head in itertools.product(reads, range(2)):
+            named[read.entries[head, : read.last[0, head]].long(), head] = True
         dead = ~named.view(BLOCKS, SIZE, 2).permute(0, 2, 1)
-        q = random(2, 4, 16)
-        clean = paged_decode(q, k, v, slots, count, scale=0.25)
+        q, lanes = random(2, 4, 1, 16), [[read] for read in reads]
+        clean = KERNEL.decode(PagedLayer(k, v, 0.25), q, lanes)
         k[dead], v[dead] = torch.nan, torch.nan
-        assert torch.equal(paged_decode(q, k, v, slots, count, scale=0.25), clean)
+        assert torch.equal(KERNEL.decode(PagedLayer(k, v, 0.25), q, lanes), clean)
+
+    @pytest.mark.parametrize("side", ["keys", "values"])
+    def test_a_nan_that_is_read_shows(self, side: str) -> None:
+        k, v = pools(1, 16, 16)
+        (k if side == "keys" else v)[0, 0, 3] = torch.nan
+        read = SlotRead(torch.arange(20)[None].int(), ints([20]))
+        assert bool(torch.isnan(KERNEL.decode(PagedLayer(k, v, 0.25), random(1, 1, 1, 16), [[read]])).all())

@@ -1,111 +1,224 @@
-"""Decode attention in place over paged slots on the CPU: nothing is gathered or repeated.
+"""Decode attention on the CPU, compiled by numba and cached on disk.
 
-Each (query token, KV head) walks a list of physical slots, so ragged heads, evicted tokens and shared
-blocks cost nothing extra. Compiled once by numba and cached on disk.
+The work of all lanes is cut into pieces of equal length, so that both cores are busy even with one KV head; each
+piece leaves a partial softmax, and the partial results are merged. All query heads of a KV head are handled
+together, a row at a time.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
 
+import numba
 import numpy as np
 import torch
-from numba import njit, prange
+from numpy.typing import NDArray
 from torch import Tensor
 
+from kvassay.cache.rope import inverse_frequencies
+from kvassay.kernels.codes import attend_codes
+from kvassay.kernels.cores import LOG2E, NO_FLOATS, merge
+from kvassay.kernels.device import CodeRead, LaneRead, PagedLayer, SlotRead
+from kvassay.kernels.packed import PackedSide
+from kvassay.kernels.slots import attend_slots
+from kvassay.layout.model import Rope
 
-# Sums may be reordered, but infinities must stay: a head without a sink has a sink logit of minus infinity.
-@njit(parallel=True, fastmath={"reassoc", "contract", "arcp", "nsz"}, cache=True)
-def _paged_decode(q, k, v, slots, lists, first, last, scale, softcap, sinks, out):  # type: ignore[no-untyped-def] # pragma: no cover
-    rows, kv_heads, group, k_dim = q.shape
-    v_dim = v.shape[-1]
-    block_size = k.shape[2]
-    for task in prange(rows * kv_heads):
-        at, head = task // kv_heads, task % kv_heads
-        mine = slots[lists[at], head]
-        start = first[at, head]
-        n = last[at, head] - start
-        score = np.empty((group, n), dtype=np.float32)
-        top = np.full(group, -np.inf, dtype=np.float32)
-        for t in range(n):
-            slot = mine[start + t]
-            row = k[slot // block_size, head, slot % block_size]
-            for g in range(group):
-                query = q[at, head, g]
-                dot = np.float32(0)
-                for d in range(k_dim):
-                    dot += query[d] * row[d]
-                dot *= scale
-                if softcap > 0:
-                    dot = np.float32(math.tanh(dot / softcap) * softcap)
-                score[g, t] = dot
-                top[g] = max(top[g], dot)
-        total = np.zeros(group, dtype=np.float32)
-        for g in range(group):
-            sink = sinks[head * group + g]
-            top[g] = max(top[g], sink)
-            if sink > -np.inf:
-                total[g] = math.exp(sink - top[g])
-            for t in range(n):
-                weight = math.exp(score[g, t] - top[g])
-                score[g, t] = weight
-                total[g] += weight
-        for g in range(group):
-            for d in range(v_dim):
-                out[at, head, g, d] = 0
-        for t in range(n):
-            slot = mine[start + t]
-            row = v[slot // block_size, head, slot % block_size]
-            for g in range(group):
-                weight = score[g, t]
-                target = out[at, head, g]
-                for d in range(v_dim):
-                    target[d] += weight * row[d]
-        for g in range(group):
-            if total[g] > 0:
-                inverse = np.float32(1) / total[g]
-                for d in range(v_dim):
-                    out[at, head, g, d] *= inverse
+SHORTEST = 512
+"""Tokens of a piece below which another one costs more than it gains."""
+PER_THREAD = 4
+"""Pieces for each thread, so that one that is held up leaves little to wait for."""
+Pieces = NDArray[np.int64]
 
 
-def paged_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slots: Tensor,
-    last: Tensor,
-    *,
-    scale: float,
-    first: Tensor | None = None,
-    lists: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Attention of one query token per row over a list of slots.
+class CpuKernel:
+    """`DecodeKernel` for float32 pools in main memory."""
 
-    q: float32 [rows, q_heads, k_dim]; k, v: float32 [blocks, kv_heads, block_size, dim], any strides but a
-    contiguous last dimension
-    slots: int32 [lists, kv_heads, capacity], physical slots; row i reads list `lists[i]` (int32 [rows]; by
-    default list i), entries `first` (int32 [rows, kv_heads], default 0) up to, not including, `last`
-    sinks: float [q_heads], logits without a value, or None
-    Returns float32 [rows, q_heads, v_dim]; zeros for a row that reads nothing.
-    """
-    rows, q_heads, k_dim = q.shape
-    kv_heads = k.shape[1]
-    grouped = q.reshape(rows, kv_heads, q_heads // kv_heads, k_dim).contiguous()
-    out = torch.empty(rows, kv_heads, q_heads // kv_heads, v.shape[-1])
-    no_sinks = np.full(q_heads, -np.inf, dtype=np.float32)
-    _paged_decode(
-        grouped.numpy(),
-        k.numpy(),
-        v.numpy(),
-        slots.numpy(),
-        np.arange(rows, dtype=np.int32) if lists is None else lists.numpy(),
-        np.zeros((rows, kv_heads), dtype=np.int32) if first is None else first.numpy(),
-        last.numpy(),
-        np.float32(scale),
-        np.float32(softcap or 0.0),
-        no_sinks if sinks is None else sinks.float().numpy(),
-        out.numpy(),
-    )
-    return out.view(rows, q_heads, v.shape[-1])
+    def decode(self, layer: PagedLayer, q: Tensor, lanes: Sequence[LaneRead]) -> Tensor:
+        """See `DecodeKernel.decode`."""
+        count, q_heads, queries, k_dim = q.shape
+        kv_heads = layer.keys.shape[1]
+        group = q_heads // kv_heads
+        rows = q.transpose(1, 2).reshape(count * queries, kv_heads, group, k_dim)
+        scaled = (rows * (layer.scale * LOG2E)).contiguous().numpy()
+        work = _work(layer, lanes, queries)
+        pieces = sum(len(job.pieces) for job in work)
+        top = np.full((pieces, group), -np.inf, dtype=np.float32)
+        total = np.zeros((pieces, group), dtype=np.float32)
+        acc = np.zeros((pieces, group, layer.values.shape[3]), dtype=np.float32)
+        owner = np.empty(pieces, dtype=np.int64)
+        softcap = np.float32((layer.softcap or 0.0) * LOG2E)
+        at = 0
+        for job in work:
+            mine = slice(at, at + len(job.pieces))
+            owner[mine] = job.pieces[:, 0] * kv_heads + job.pieces[:, 1]
+            job.run(scaled, softcap, top[mine], total[mine], acc[mine])
+            at = mine.stop
+        out = np.empty((count * queries * kv_heads, group, acc.shape[2]), dtype=np.float32)
+        sinks = np.full((kv_heads, group), -np.inf, dtype=np.float32)
+        if layer.sinks is not None:
+            sinks = (layer.sinks.float() * LOG2E).view(kv_heads, group).numpy()
+        merge(owner, top, total, acc, np.tile(sinks, (count * queries, 1)), out)
+        return torch.from_numpy(out).view(count, queries, q_heads, -1).transpose(1, 2)
+
+
+@dataclass
+class _Slots:
+    """Slot reads of all lanes that lie in one pool."""
+
+    keys: Tensor
+    values: Tensor
+    unit: int
+    entries: list[NDArray[np.int32]] = field(default_factory=list)
+    biases: list[NDArray[np.float32]] = field(default_factory=list)
+    ranges: list[Pieces] = field(default_factory=list)
+    listed: int = 0
+    biased: int = 0
+    pieces: Pieces = field(init=False)
+
+    def add(self, read: SlotRead, lane: int) -> None:
+        """Take one lane's read; its ranges are [queries * kv_heads, columns of a piece]."""
+        last = read.last.numpy().astype(np.int64)
+        queries, heads = last.shape
+        mine = np.full((queries, heads, 7), -1, dtype=np.int64)
+        mine[:, :, 0] = lane * queries + np.arange(queries)[:, None]
+        mine[:, :, 1] = np.arange(heads)
+        stride = 0 if read.entries.shape[0] == 1 else read.entries.shape[1]
+        mine[:, :, 2] = self.listed + stride * np.arange(heads)
+        mine[:, :, 3] = 0 if read.first is None else read.first.numpy()
+        mine[:, :, 4] = last
+        for column, bias in ((5, read.bias), (6, read.inner_bias)):
+            if bias is not None:
+                mine[:, :, column] = self.biased + bias.shape[1] * np.arange(heads)
+                self.biases.append((bias * LOG2E).float().flatten().numpy())
+                self.biased += bias.numel()
+        self.entries.append(read.entries.numpy().ravel())
+        self.listed += read.entries.numel()
+        self.ranges.append(mine.reshape(-1, 7))
+
+    def cut(self, length: int) -> None:
+        """Cut the ranges into pieces."""
+        self.pieces = _cut(np.concatenate(self.ranges), 3, length)
+
+    def tokens(self) -> int:
+        """Tokens read, over all rows and KV heads."""
+        return int(sum((one[:, 4] - one[:, 3]).sum() for one in self.ranges))
+
+    def run(self, q: Any, softcap: np.float32, top: Any, total: Any, acc: Any) -> None:
+        """Compute the partial results."""
+        keys, key_strides = _flat(self.keys)
+        values, value_strides = _flat(self.values)
+        entries = self.entries[0] if len(self.entries) == 1 else np.concatenate(self.entries)
+        biases = np.concatenate(self.biases) if self.biases else NO_FLOATS
+        size = self.keys.shape[2]
+        attend_slots(
+            q, keys, key_strides, values, value_strides, size, entries, self.unit, self.pieces, biases, softcap,
+            top, total, acc,
+        )  # fmt: skip
+
+
+@dataclass
+class _Codes:
+    """One encoded segment of one lane."""
+
+    read: CodeRead
+    lane: int
+    queries: int
+    pieces: Pieces = field(init=False)
+
+    def tokens(self) -> int:
+        """Tokens read, over all rows and KV heads."""
+        return self.queries * self.read.keys.kv_heads * self.read.keys.rows
+
+    def cut(self, length: int) -> None:
+        """Cut the rows into pieces."""
+        heads, rows = self.read.keys.kv_heads, self.read.keys.rows
+        whole = np.zeros((self.queries, heads, 5), dtype=np.int64)
+        whole[:, :, 0] = self.lane * self.queries + np.arange(self.queries)[:, None]
+        whole[:, :, 1] = np.arange(heads)
+        whole[:, :, 3] = rows
+        if self.read.seen is not None and self.read.seen.shape[0] > 1:
+            whole[:, :, 4] = np.arange(self.queries)[:, None]
+        self.pieces = _cut(whole.reshape(-1, 5), 2, length)
+
+    def run(self, q: Any, softcap: np.float32, top: Any, total: Any, acc: Any) -> None:
+        """Compute the partial results."""
+        read, rope = self.read, self.read.keys.rope
+        none = np.empty((0, 0), dtype=np.float32)
+        inner, outer = (
+            none if bias is None else (bias * LOG2E).float().contiguous().numpy()
+            for bias in (read.inner_bias, read.bias)
+        )
+        seen = np.empty((0, 0, 0), dtype=np.bool_) if read.seen is None else read.seen.contiguous().numpy()
+        positions = read.positions.to(torch.int32).contiguous().numpy()
+        table = np.empty((0, 2, 0), dtype=np.float32)
+        if rope is not None:
+            table = rope_table(rope, _power(int(positions.max(initial=0)) + 1))
+        attend_codes(
+            q, _tuple(read.keys), _tuple(read.values), positions, table, bool(rope and rope.interleaved), seen,
+            inner, outer, self.pieces, softcap, top, total, acc,
+        )  # fmt: skip
+
+
+def _work(layer: PagedLayer, lanes: Sequence[LaneRead], queries: int) -> list[_Slots | _Codes]:
+    """What is to be computed, cut into pieces of one length."""
+    pools: dict[tuple[int, int, int], _Slots] = {}
+    work: list[_Slots | _Codes] = []
+    for lane, reads in enumerate(lanes):
+        for read in reads:
+            if isinstance(read, CodeRead):
+                work.append(_Codes(read, lane, queries))
+                continue
+            keys = layer.keys if read.keys is None else read.keys
+            values = layer.values if read.values is None else read.values
+            place = (keys.data_ptr(), values.data_ptr(), read.unit)
+            if place not in pools:
+                pools[place] = _Slots(keys, values, read.unit)
+                work.append(pools[place])
+            pools[place].add(read, lane)
+    tokens = sum(job.tokens() for job in work)
+    length = max(SHORTEST, -(-tokens // (PER_THREAD * numba.get_num_threads())))
+    for job in work:
+        job.cut(length)
+    return work
+
+
+def _cut(ranges: Pieces, begin: int, length: int) -> Pieces:
+    """Cut rows of ranges, from column `begin` to the next one, into equal pieces of about `length`."""
+    low, size = ranges[:, begin], ranges[:, begin + 1] - ranges[:, begin]
+    many = -(-size // length)
+    if (many == 1).all():
+        return ranges
+    pieces = np.repeat(ranges, many.clip(0), axis=0)
+    number = np.arange(len(pieces)) - np.repeat(np.cumsum(many.clip(0)) - many.clip(0), many.clip(0))
+    low, size, many = (np.repeat(x, many.clip(0)) for x in (low, size, many))
+    pieces[:, begin] = low + size * number // many
+    pieces[:, begin + 1] = low + size * (number + 1) // many
+    return pieces
+
+
+def _flat(pool: Tensor) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """A pool as one flat array from its first element, and its strides over blocks and heads."""
+    if pool.stride(3) != 1 or pool.stride(2) != pool.shape[3]:
+        pool = pool.contiguous()
+    extent = 1 + sum((size - 1) * step for size, step in zip(pool.shape, pool.stride(), strict=True))
+    return pool.as_strided((extent,), (1,)).numpy(), np.array(pool.stride()[:2], dtype=np.int64)
+
+
+def _tuple(side: PackedSide) -> tuple[Any, ...]:
+    return (
+        side.dim, side.rows, side.parts, side.first, side.codes, side.floats, side.scales, side.index, side.bases
+    )  # fmt: skip
+
+
+def _power(length: int) -> int:
+    return 1 << (length - 1).bit_length()
+
+
+@lru_cache(maxsize=8)
+def rope_table(rope: Rope, length: int) -> NDArray[np.float32]:
+    """cos and sin of every position, float32 [length, 2, dims / 2], by the angles of `cache.rope`."""
+    angle = torch.arange(length).float()[:, None] * inverse_frequencies(rope)
+    return torch.stack([angle.cos(), angle.sin()], 1).numpy()

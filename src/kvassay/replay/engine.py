@@ -2,8 +2,7 @@
 
 The model is any transformers causal LM; only its attention is replaced, through transformers' registry.
 New keys and values go into the paged cache, and every lane's queries are answered from what that lane
-retains: in place over its slots where it decodes one token and holds nothing encoded, else by the torch
-reference.
+retains: in place where a chunk is short, else by the torch reference.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,9 +18,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from kvassay.cache.data import Stored
-from kvassay.cache.ops import Ints, SlotView
+from kvassay.cache.ops import SlotView
 from kvassay.cache.paged import PagedCache
-from kvassay.kernels.cpu import paged_decode
+from kvassay.kernels.cpu import CpuKernel
+from kvassay.kernels.device import LaneRead, SlotRead
+from kvassay.kernels.reads import paged_layer, selected_read, slot_read, stored_reads
 from kvassay.kernels.reference import attend
 from kvassay.layout.model import Layer
 from kvassay.policy.card import Evidence, When
@@ -42,21 +42,22 @@ QUERY_EVIDENCE = {Evidence.QUERIES, Evidence.ATTENTION}
 class Engine:
     """Runs a model over lanes of one `PagedCache`."""
 
-    def __init__(self, model: Any, cache: PagedCache, keep_queries: int = 64) -> None:
-        """`keep_queries`: how many recent queries a lane keeps for a policy that declares them."""
-        self.model, self.cache, self.keep_queries = model, cache, keep_queries
+    def __init__(self, model: Any, cache: PagedCache) -> None:
+        self.model, self.cache = model, cache
+        self.kernel = CpuKernel()
         self._keyword = cache_keyword(model)
 
-    def forward(self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]], last: int) -> Tensor:
+    def forward(
+        self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]], last: int, *, committed: bool = True
+    ) -> Tensor:
         """Feed each lane its next tokens (equally many); returns logits [lanes, last, vocab] of the last ones.
 
         With `last` 0 the model's head is spared. Afterwards every policy that is due observes, decides and
-        summarises.
+        summarises; after uncommitted tokens none is asked anything until `settle`.
         """
         start = [lane.length for lane in lanes]
         for lane, ids in zip(lanes, tokens, strict=True):
-            self.cache.extend(lane.seq, ids, reuse=lane.reuse)
-            lane.reuse = None
+            lane.extend(ids, committed=committed)
         count = len(tokens[0])
         positions = torch.tensor(start)[:, None] + torch.arange(count)
         step = _Step(self, lanes, positions)
@@ -74,8 +75,23 @@ class Engine:
                 self.model.base_model(**inputs)
                 logits = torch.empty(len(lanes), 0, self.cache.layout.vocab_size)
         for row, (lane, ids) in enumerate(zip(lanes, tokens, strict=True)):
-            self._settle(lane, ids, {layer: states[row] for layer, states in hidden.items()})
+            states = {layer: states[row] for layer, states in hidden.items()}
+            if committed:
+                self._settle(lane, ids, states)
+            else:
+                lane.hold(ids, states)
         return logits
+
+    def settle(self, lane: Lane, accepted: int) -> None:
+        """Commit a lane's first `accepted` uncommitted tokens, roll the others back, and let its policy act.
+
+        A policy that acts at every step acts once, after the last accepted token, and sees nothing of the others.
+        """
+        ids, hidden = lane.settle(accepted)
+        for layer, queries in list(lane.queries.items()):
+            lane.queries[layer] = queries.before(lane.length).last(lane.keep_queries)
+        if ids:
+            self._settle(lane, ids, hidden)
 
     def _settle(self, lane: Lane, ids: Sequence[int], hidden: dict[int, Tensor]) -> None:
         """What happens to a lane once its tokens are in."""
@@ -85,7 +101,7 @@ class Engine:
         asking.observe(lane, ids, evidence, hidden)
         asking.summarize(lane)
         for moment in (When.EVERY_STEP, When.EVERY_N):
-            if asking.due(lane, moment):
+            if asking.due(lane, moment, len(ids)):
                 asking.decide(lane, evidence)
         if lane.stepwise:  # other lanes only grow: their last step is their peak
             lane.peak_bytes = max(lane.peak_bytes, held(lane).total)
@@ -93,7 +109,8 @@ class Engine:
     @contextmanager
     def _hidden_taps(self, lanes: Sequence[Lane]) -> Iterator[dict[int, Tensor]]:
         """Collect the output of each decoder layer that some lane's card taps: [lanes, tokens, hidden]."""
-        wanted = {layer for lane in lanes for layer in lane.policy.card.taps}
+        layers = len(self.cache.layout.layers)
+        wanted = {layer for lane in lanes for layer in lane.policy.taps_in(layers)}
         found: dict[int, Tensor] = {}
         hooks = [self._tap(layer, found) for layer in wanted]
         try:
@@ -107,15 +124,6 @@ class Engine:
             found[layer] = (output[0] if isinstance(output, tuple) else output).detach().float().cpu()
 
         return self.model.base_model.layers[layer].register_forward_hook(keep)
-
-
-@dataclass(frozen=True)
-class _Slots:
-    """Physical slots [kv_heads, n] of one lane, and from where to where each query reads, [queries, kv_heads]."""
-
-    physical: Ints
-    first: Ints
-    last: Ints
 
 
 class _Step:
@@ -132,86 +140,59 @@ class _Step:
         if layer.cache_of is None:
             self.cache.write(index, self.seqs, k, v)
         out = torch.empty(*q.shape[:3], v.shape[-1])
-        slots: dict[int, _Slots] = {}
+        in_place: dict[int, LaneRead] = {}
         for row, lane in enumerate(self.lanes):
             chosen, scanned, data = asking.select(lane, owner, q[row])
-            one = self._slots(row, owner, chosen)
-            if one is not None:
-                slots[row] = one
-                self._charge(lane, self.cache.layout.layers[owner], one.last - one.first, scanned)
-            else:
+            reads = self._plain(row, owner, chosen, scanned)
+            if reads is None:
                 data = data or self.cache.stored(lane.seq, owner, q.shape[2])
-                out[row] = self._reference(layer, owner, row, q[row], data, chosen, scanned, sinks)
-        if slots:
-            rows = list(slots)
-            out[rows] = self._in_place(layer, owner, list(slots.values()), q[rows], sinks)
+                seen = asking.seen(lane, layer.index, data, self.positions[row], chosen)
+                self._charge_read(lane, owner, data, seen, scanned)
+                if chosen is None and q.shape[2] <= IN_PLACE:
+                    reads = self._stored(row, owner, data)
+                else:
+                    out[row] = attend(q[row], data, seen, scale=layer.scale, softcap=layer.softcap, sinks=sinks)
+            if reads is not None:
+                in_place[row] = reads
+        if in_place:
+            rows = list(in_place)
+            paged = paged_layer(self.cache, layer, sinks)
+            out[rows] = self.engine.kernel.decode(paged, q[rows], list(in_place.values()))
         for row, lane in enumerate(self.lanes):
             if lane.policy.card.evidence & QUERY_EVIDENCE and index in lane.scope:
                 self._keep_queries(lane, index, q[row], self.positions[row])
         return out
 
-    def _slots(self, row: int, owner: int, chosen: ReadSet | None) -> _Slots | None:
-        """The slots a short chunk reads, if attention can walk them in place."""
-        positions, seq = self.positions[row].numpy(), self.seqs[row]
-        tokens = len(positions)
+    def _plain(self, row: int, owner: int, chosen: ReadSet | None, scanned: float) -> LaneRead | None:
+        """What a short chunk reads of a layer that lies in slots alone, charged; None if it does not, or in no list."""
+        seq, tokens = self.seqs[row], self.positions.shape[1]
         if tokens > IN_PLACE or not self.cache.is_plain(seq, owner):
             return None
-        view = self.cache.ledger.slots(seq, owner, tokens)
-        physical = view.block_ids * view.block_size + view.offsets
-        if chosen is not None:
-            return _selected(physical, view, chosen) if tokens == 1 else None
-        # The chunk's own tokens come last in every head, so the query t steps before the end reads t entries less.
-        last = view.counts - np.arange(tokens - 1, -1, -1, dtype=np.int32)[:, None]
-        window = self.cache.layout.layers[owner].window
-        if window is None:
-            return _Slots(physical, np.zeros_like(last), last)
-        gone = (view.positions[None] >= 0) & (view.positions[None] <= positions[:, None, None] - window)
-        return _Slots(physical, gone.sum(-1, dtype=np.int32), last)
+        layer, view = self.cache.layout.layers[owner], self.cache.ledger.slots(seq, owner, tokens)
+        if chosen is None:
+            read = slot_read(view, self.positions[row].numpy(), layer.window)
+        else:
+            listed = _selected(view, chosen) if tokens == 1 else None
+            if listed is None:
+                return None
+            read = listed
+        counts = read.last if read.first is None else read.last - read.first
+        self._charge(self.lanes[row], layer, counts, scanned)
+        return [read]
 
-    def _in_place(self, layer: Layer, owner: int, lists: Sequence[_Slots], q: Tensor, sinks: Tensor | None) -> Tensor:
-        """A few tokens each, straight over the slots: q [lanes, q_heads, tokens, k_dim]."""
-        width = max(one.physical.shape[1] for one in lists)
-        slots = np.zeros((len(lists), lists[0].physical.shape[0], width), dtype=np.int32)
-        for at, one in enumerate(lists):
-            slots[at, :, : one.physical.shape[1]] = one.physical
-        tokens = q.shape[2]
-        out = paged_decode(
-            q.transpose(1, 2).flatten(0, 1),
-            self.cache.store.keys(owner),
-            self.cache.store.values(owner),
-            torch.from_numpy(slots),
-            torch.from_numpy(np.concatenate([one.last for one in lists])),
-            first=torch.from_numpy(np.concatenate([one.first for one in lists])),
-            lists=torch.arange(len(lists), dtype=torch.int32).repeat_interleave(tokens),
-            scale=layer.scale,
-            softcap=layer.softcap,
-            sinks=sinks,
-        )
-        return out.unflatten(0, (len(lists), tokens)).transpose(1, 2)
+    def _stored(self, row: int, owner: int, data: Stored) -> LaneRead:
+        """What a short chunk reads of a layer in any form, codes by their decoded copies."""
+        tokens = self.positions.shape[1]
+        view, window = self.cache.ledger.slots(self.seqs[row], owner, tokens), self.cache.layout.layers[owner].window
+        return stored_reads(data, view, self.positions[row].numpy(), window)
 
-    def _reference(
-        self,
-        layer: Layer,
-        owner: int,
-        row: int,
-        q: Tensor,
-        data: Stored,
-        chosen: ReadSet | None,
-        scanned: float,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Any lane: gathered, decoded, selected."""
-        seen = asking.seen(self.lanes[row], layer.index, data, self.positions[row], chosen)
-        self._charge_read(self.lanes[row], owner, data, seen, scanned)
-        return attend(q, data, seen, scale=layer.scale, softcap=layer.softcap, sinks=sinks)
-
-    def _charge(self, lane: Lane, layer: Layer, counts: Ints, scanned: float) -> None:
+    def _charge(self, lane: Lane, layer: Layer, counts: Tensor, scanned: float) -> None:
         """Charge `counts` [queries, kv_heads] tokens read, and what each query's choice scanned."""
         kv = layer.kv
         elements = float(counts.sum()) * (kv.k_dim + kv.v_dim)
         lane.traffic.bytes += elements * self.cache.layout.element_bytes + scanned * len(counts)
         if layer.index in lane.scope:
-            lane.traffic.selected += float(counts.mean(1).sum()) / len(lane.scope)
+            lane.traffic.selected += float(counts.double().mean(1).sum()) / len(lane.scope)
 
     def _charge_read(self, lane: Lane, owner: int, data: Stored, seen: Tensor, scanned: float) -> None:
         """Charge what each of the chunk's queries read: the union over the query heads of a KV head."""
@@ -228,21 +209,18 @@ class _Step:
         new = Queries(q.float().cpu(), positions)
         if old is not None:
             new = Queries(torch.cat([old.q, new.q], 1), torch.cat([old.positions, new.positions]))
-        lane.queries[index] = new.last(self.engine.keep_queries)
+        # What is uncommitted may go again, and then the oldest would be missing.
+        lane.queries[index] = new if lane.draft is not None else new.last(lane.keep_queries)
 
 
-def _selected(physical: Ints, view: SlotView, chosen: ReadSet) -> _Slots | None:
+def _selected(view: SlotView, chosen: ReadSet) -> SlotRead | None:
     """The slots of a read set and the query's own, if it has one list per KV head or one for all."""
-    heads = physical.shape[0]
+    heads = view.positions.shape[0]
     if chosen.index.shape[1] not in (1, heads):
         return None
     mask = chosen.mask(torch.from_numpy(view.logical.astype(np.int64)), heads)[0].numpy()
     mask[np.arange(heads), view.counts - 1] = True
-    last = mask.sum(1, dtype=np.int32)
-    packed = np.zeros((heads, int(last.max())), dtype=np.int32)
-    for head in range(heads):
-        packed[head, : last[head]] = physical[head, mask[head]]
-    return _Slots(packed, np.zeros((1, heads), dtype=np.int32), last[None])
+    return selected_read(view, mask)
 
 
 class _PassThrough:

@@ -1,0 +1,16 @@
+"""Kernels of tiny caches: a second thread would only wait, unless a test is about threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numba
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = numba.get_num_threads()
+    numba.set_num_threads(1)
+    yield
+    numba.set_num_threads(before)
