@@ -77,9 +77,9 @@ def bytes_at(layout: Layout, context: int, kv_dtype: str | None = None, *, hybri
     width = dtype_bytes(kv_dtype or layout.kv_dtype)
     elements = {field.name: 0 for field in fields(ByteCount)}
     for component in _components(layout):
-        states = _states(component, context, hybrid_manager)
-        elements[_kind(component)] += states * component.storage.elements
-        elements["index"] += states * _index_elements(component)
+        states = states_of(component, context, hybrid_manager)
+        elements[kind_of(component)] += states * component.storage.elements
+        elements["index"] += states * index_elements(component)
         elements["pending"] += component.pending_elements
     counts = {kind: math.ceil(count * width) for kind, count in elements.items() if kind != "pending"}
     return ByteCount(**counts, pending=elements["pending"] * PENDING_BYTES)
@@ -92,8 +92,8 @@ def bytes_per_token(layout: Layout, kv_dtype: str | None = None) -> Growth:
     for component in _components(layout):
         storage = component.storage
         tokens = storage.ratio if isinstance(storage, Pooled) else 1
-        rates[_kind(component)] += storage.elements / tokens
-        rates["index"] += _index_elements(component) / tokens
+        rates[kind_of(component)] += storage.elements / tokens
+        rates["index"] += index_elements(component) / tokens
     return Growth(**{kind: rate * width for kind, rate in rates.items()})
 
 
@@ -102,19 +102,21 @@ def _components(layout: Layout) -> Iterator[Component]:
         yield from layer.components
 
 
-def _kind(component: Component) -> str:
+def kind_of(component: Component) -> str:
+    """Return under which kind of `ByteCount` a component is counted: its index keys are counted apart."""
     if isinstance(component.visibility, Window):
         return "sliding"
     kinds = {KV: "full", Latent: "latent", Pooled: "pooled"}
     return kinds[type(component.storage)]
 
 
-def _states(component: Component, context: int, hybrid_manager: bool) -> int:
+def states_of(component: Component, context: int, hybrid_manager: bool = True) -> int:
     """Return how many states (tokens, or entries of several tokens) the component holds."""
     visibility, storage = component.visibility, component.storage
     tokens = min(context, visibility.size) if isinstance(visibility, Window) and hybrid_manager else context
     return tokens // storage.ratio if isinstance(storage, Pooled) else tokens
 
 
-def _index_elements(component: Component) -> int:
+def index_elements(component: Component) -> int:
+    """Return the index-key elements per state; 0 without an index."""
     return component.index.dim * component.index.heads if component.index else 0

@@ -1,0 +1,180 @@
+"""Decode time of every arm on its own cache: one token over all layers, the same kernel, interleaved rounds.
+
+Arms are timed in turn, every round over all of them, with the caches emptied before each, so that whatever else
+the machine does hits them alike. What the policy itself does per token is timed apart and charged to it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvassay.kernels.device import CodeRead, DecodeKernel, LaneRead, PagedLayer, Read, kernel
+from kvassay.kernels.reads import lane_reads, paged_layer, selected_read
+from kvassay.policy.readset import ReadSet
+from kvassay.record.load import LoadedModel
+from kvassay.replay import asking
+from kvassay.replay.arms import Arm
+from kvassay.replay.calibration import fit_offline
+from kvassay.replay.closed import Replay, check_replay
+from kvassay.replay.lane import Lane
+from kvassay.replay.protocol import Protocol
+from kvassay.replay.stepping import Recorded, policy_seconds
+from kvassay.trace.reader import Trace
+
+WARM_UP = 1
+"""Rounds that are not counted."""
+COLD_BYTES = 64 << 20
+"""What is read before each timing, so that the arm's own cache lies in memory: twice a common last-level cache."""
+
+
+@dataclass(frozen=True)
+class ArmTimes:
+    """One arm on one context: seconds per decoded token."""
+
+    arm: str
+    context_tokens: int
+    attention: tuple[float, ...]
+    """Of one token over all layers, by round."""
+    policy: float
+    """What the policy does per token beside it: median over rounds of choosing what to read, and its steps."""
+    read_bytes: float
+    """Bytes the attention reads, as held here."""
+    flops: float
+    """Operations of its QK and PV products."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The attention of one layer."""
+
+    owner: int
+    """The layer whose cache is read."""
+    layer: PagedLayer
+    q: Tensor
+    """[1, q_heads, 1, k_dim]."""
+    reads: LaneRead
+
+
+@dataclass
+class _Timed:
+    """One arm under the clock."""
+
+    lane: Lane
+    calls: list[_Call]
+    steps: float
+    """Seconds per token of the policy's steps."""
+    attention: list[float]
+    choosing: list[float]
+
+
+def time_arms(
+    loaded: LoadedModel,
+    trace: Trace,
+    arms: Sequence[Arm],
+    protocol: Protocol,
+    rounds: int,
+    calibration: Trace | None = None,
+    device: str = "cpu",
+) -> list[ArmTimes]:
+    """Time all arms on one context, in their order. No model runs, except where an arm prefills by itself.
+
+    rounds: counted rounds; calibration: as for `replay_trace`; device: whose decode kernel is timed
+    Raises as `replay_trace` does, and `KernelError` if the device has no kernel.
+    """
+    check_replay(loaded, trace, arms, protocol)
+    decode = kernel(device)
+    artefacts = fit_offline([arm.policy for arm in arms], trace, calibration)
+    replay, recorded = Replay(loaded, trace, arms, protocol, artefacts, forks=3), Recorded(trace)
+    timed = [_prepared(replay, lane, recorded) for lane in replay.forks([replay.compressed(arm) for arm in arms])]
+    cold = torch.ones(COLD_BYTES // 4)
+    with torch.inference_mode():
+        for number in range(WARM_UP + rounds):
+            for one in timed:
+                cold.sum()
+                _round(one, decode, counted=number >= WARM_UP)
+    return [_times(one, trace.prefix.tokens) for one in timed]
+
+
+def _prepared(replay: Replay, lane: Lane, recorded: Recorded) -> _Timed:
+    """The lane with one more token, and what each layer's query reads."""
+    steps = policy_seconds(replay.engine, lane, recorded)
+    recorded.append(lane, 0)
+    calls = []
+    for layer in lane.cache.layout.layers:
+        owner = lane.cache.layout.source(layer.index).index
+        q = recorded.query(layer.index, 0)
+        chosen, _, _ = asking.select(lane, owner, q)
+        pool = paged_layer(lane.cache, layer, replay.sinks.get(layer.index))
+        calls.append(_Call(owner, pool, q[None], _reads(lane, owner, layer.q_heads, chosen)))
+    return _Timed(lane, calls, steps, [], [])
+
+
+def _reads(lane: Lane, owner: int, q_heads: int, chosen: ReadSet | None) -> LaneRead:
+    """What the newest token reads of a layer's cache: all of it, or the union that its query heads chose.
+
+    Codes, if a policy selects and encodes, are read whole: that overstates its time.
+    """
+    cache, seq = lane.cache, lane.seq
+    if chosen is None:
+        return lane_reads(cache, seq, owner)
+    view = cache.ledger.slots(seq, owner)
+    heads, width = view.logical.shape
+    mask = chosen.mask(torch.from_numpy(view.logical.astype(np.int64)), q_heads)[0]
+    union = mask.view(heads, -1, width).any(1).numpy()
+    union[np.arange(heads), view.counts - 1] = True  # the query's own token
+    codes = [read for read in lane_reads(cache, seq, owner) if isinstance(read, CodeRead)]
+    return [selected_read(view, union), *codes]
+
+
+def _round(one: _Timed, decode: DecodeKernel, *, counted: bool) -> None:
+    start = time.perf_counter()
+    for call in one.calls:
+        decode.decode(call.layer, call.q, [call.reads])
+    attention = time.perf_counter() - start
+    choosing = _choose(one) if one.lane.policy.writes_read else 0.0
+    if counted:
+        one.attention.append(attention)
+        one.choosing.append(choosing)
+
+
+def _choose(one: _Timed) -> float:
+    """Seconds that the policy takes to choose what one token reads, all layers: its scan, as implemented here."""
+    start = time.perf_counter()
+    for call in one.calls:
+        asking.select(one.lane, call.owner, call.q[0])
+    return time.perf_counter() - start
+
+
+def _times(one: _Timed, context: int) -> ArmTimes:
+    work = [_work(call, read) for call in one.calls for read in call.reads]
+    return ArmTimes(
+        arm=one.lane.arm.label,
+        context_tokens=context,
+        attention=tuple(one.attention),
+        policy=one.steps + median(one.choosing),
+        read_bytes=sum(count for count, _ in work),
+        flops=sum(flops for _, flops in work),
+    )
+
+
+def _work(call: _Call, read: Read) -> tuple[float, float]:
+    """Bytes that one query reads of this, and the operations of its products."""
+    kv_heads, k_dim = call.layer.keys.shape[1], call.layer.keys.shape[-1]
+    elements = k_dim + call.layer.values.shape[-1]
+    if isinstance(read, CodeRead):
+        held = kv_heads * read.positions.shape[-1]
+        tokens = float(held if read.seen is None else read.seen.expand(-1, kv_heads, -1).sum())
+        payload = (read.keys.nbytes + read.values.nbytes) * (tokens / held if held else 0.0)
+    else:
+        tokens = float((read.last if read.first is None else read.last - read.first).sum())
+        payload = tokens * elements * 4
+    biases = sum(bias is not None for bias in (read.bias, read.inner_bias))
+    group = call.q.shape[1] // kv_heads
+    return payload + biases * 4 * tokens, tokens * group * 2.0 * elements

@@ -1,0 +1,100 @@
+"""Feeding a lane recorded rows without a model: for measurements of time, where what is said does not matter."""
+
+from __future__ import annotations
+
+import time
+from functools import cached_property
+from math import lcm
+
+import torch
+from torch import Tensor
+
+from kvassay.policy.card import When
+from kvassay.policy.views import Queries
+from kvassay.replay.engine import QUERY_EVIDENCE, Engine
+from kvassay.replay.lane import Lane
+from kvassay.trace.reader import Trace
+
+STEPS = 32
+"""Tokens over which what a policy does at its steps is spread: two blocks of the usual size, in whole intervals."""
+LIMIT = 0.5
+"""Wall seconds after which one whole round of intervals and blocks is enough: then every step is slow, and alike."""
+
+
+class Recorded:
+    """Keys, values and queries of a trace's first branch, row after row and then from the start again."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace, self.branch = trace, trace.branches[0]
+        self.tokens = self.branch.tokens
+
+    @cached_property
+    def ids(self) -> list[int]:
+        """Token ids."""
+        return [int(token) for token in self.branch.token_ids]
+
+    @cached_property
+    def _rows(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """Per storing layer keys and values [1, kv_heads, tokens, dim]."""
+        sides = (self.branch.k, self.branch.v)
+        return {
+            layer.index: tuple(side(layer.index).transpose(0, 1)[None].float() for side in sides)  # type: ignore[misc]
+            for layer in self.trace.layout.storing
+        }
+
+    def query(self, layer: int, at: int) -> Tensor:
+        """The query of step `at`, [q_heads, 1, k_dim]."""
+        row = at % self.tokens
+        return self.branch.q(layer)[row : row + 1].transpose(0, 1).float()
+
+    def append(self, lane: Lane, at: int, *, committed: bool = True) -> None:
+        """Give the lane the token of step `at`, with its keys and values in every layer."""
+        row = at % self.tokens
+        lane.extend([self.ids[row]], committed=committed)
+        for layer, (k, v) in self._rows.items():
+            lane.cache.write(layer, [lane.seq], k[:, :, row : row + 1], v[:, :, row : row + 1])
+
+
+def policy_seconds(engine: Engine, lane: Lane, recorded: Recorded) -> float:
+    """Wall seconds per decoded token that the lane's policy spends on its steps: observing, summarising, deciding and
+    what the cache does to carry that out, as implemented here. Choosing what to read is not among it. The lane itself
+    is left as it is.
+    """
+    if not lane.stepwise:
+        return 0.0
+    fork, whole = lane.fork(), _whole(lane)
+    before, start = fork.seconds, time.perf_counter()
+    layout = engine.cache.layout
+    taps = lane.policy.taps_in(len(layout.layers))
+    hidden = {layer: torch.zeros(1, layout.hidden_size) for layer in taps}
+    fed = 0
+    while fed < STEPS or fed % whole:
+        # Uncommitted until the engine settles it, as a drafted token would be: then the policy acts.
+        recorded.append(fork, fed, committed=False)
+        fork.hold([recorded.ids[fed % recorded.tokens]], hidden)
+        _keep_queries(engine, fork, recorded, fed)
+        engine.settle(fork, 1)
+        fed += 1
+        if fed % whole == 0 and time.perf_counter() - start > LIMIT:
+            break
+    seconds = (fork.seconds - before) / fed
+    fork.free()
+    return seconds
+
+
+def _whole(lane: Lane) -> int:
+    """Tokens after which everything that comes every n tokens or with a full block has come equally often."""
+    interval = lane.policy.parameters.get("interval", 1) if When.EVERY_N in lane.policy.card.when else 1
+    return lcm(int(interval), max(group.block_size for group in lane.cache.ledger.groups))
+
+
+def _keep_queries(engine: Engine, lane: Lane, recorded: Recorded, at: int) -> None:
+    """What the engine keeps of a step's queries, for policies that declare them."""
+    if not lane.policy.card.evidence & QUERY_EVIDENCE:
+        return
+    for layer in lane.scope:
+        new = Queries(recorded.query(layer, at), torch.tensor([lane.length - 1]))
+        old = lane.queries.get(layer)
+        if old is not None:
+            new = Queries(torch.cat([old.q, new.q], 1), torch.cat([old.positions, new.positions]))
+        lane.queries[layer] = new.last(lane.keep_queries)
