@@ -193,9 +193,9 @@ WHEN_DECODING = {
     "hidden state of another layer": (
         observer(lambda step: step.hidden[2], taps=frozenset({1}), evidence=frozenset({Evidence.HIDDEN})),
         EvidenceMissing,
-        r"hidden state of layer 2, its card taps \[1\]",
+        r"hidden state of layer 2, it taps \[1\]",
     ),
-    "hidden state without taps": (observer(lambda step: step.hidden[0]), EvidenceMissing, r"card taps none"),
+    "hidden state without taps": (observer(lambda step: step.hidden[0]), EvidenceMissing, r"it taps none"),
     "future queries": (
         observer(lambda step: step.cache.layers[0].future_queries()),
         EvidenceMissing,

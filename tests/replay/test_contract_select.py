@@ -20,7 +20,7 @@ from kvassay.policy.views import BlockView, LayerView
 from kvassay.replay.arms import Arm
 from tests.replay.oracle import Oracle
 from tests.replay.watch import Watch
-from tests.replay.worlds import World
+from tests.replay.worlds import World, fed
 
 DENSE = Arm(make("dense"), None, Protection(0, 0))
 
@@ -115,3 +115,14 @@ def test_block_lists_per_head(world: World, watch: Watch, unit: int, blocks: int
         fed = rule.read[: -len(oracle.full)]  # the last answer token is never fed
         assert row.selected_tokens == pytest.approx(mean(fed), abs=1e-9)
         assert row.retained_fraction > 1  # selection keeps everything, and its summaries beside
+
+
+def test_summarising_is_charged_the_keys_it_reads(llama: World, watch: Watch) -> None:
+    arm = Arm(make("locks"), Budget("read_tokens", 96), Protection(0, 0))
+    rows = watch.run(llama, [DENSE, arm])
+    layout = llama.trace.layout
+    for row in rows:
+        blocks = (llama.trace.prefix.tokens + fed(row.branch)) // 16
+        kv = layout.layers[0].kv
+        keys = blocks * 16 * kv.kv_heads * kv.k_dim * len(layout.layers) * layout.element_bytes
+        assert row.policy_bytes == (keys if row.arm == arm.label else 0)

@@ -14,9 +14,7 @@ from kvassay.replay.levels import kept_by_position
 def lane(length: int, live: dict[int, list[list[int]]], scope: set[int] | None = None) -> Any:
     """A lane of `length` tokens whose layers' heads hold these positions."""
     ledger = SimpleNamespace(live=lambda seq, layer: tuple(np.array(head, dtype=np.int64) for head in live[layer]))
-    return SimpleNamespace(
-        cache=SimpleNamespace(ledger=ledger), seq=0, length=length, scope=frozenset(scope or live)
-    )
+    return SimpleNamespace(cache=SimpleNamespace(ledger=ledger), seq=0, length=length, scope=frozenset(scope or live))
 
 
 def test_shares_are_over_the_stretchs_tokens_and_all_heads() -> None:

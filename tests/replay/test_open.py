@@ -128,6 +128,32 @@ def test_eviction_is_what_plain_attention_over_the_kept_tokens_gives(world: Worl
 
 
 @WORLDS
+def test_bytes_read_are_those_of_the_kept_tokens_and_the_branchs_own(world: World) -> None:
+    trace, context = world.trace, world.trace.prefix.tokens
+    found = by_key(open_loop(trace, [arm("knorm")]))
+    for layer in full_layers(trace):
+        kv = trace.layout.source(layer).kv
+        token = kv.kv_heads * (kv.k_dim + kv.v_dim) * trace.layout.element_bytes
+        for number, branch in enumerate(trace.branches):
+            row, own = found["knorm keep=0.5", number, layer], (branch.tokens + 1) / 2
+            assert row.dense_bytes == pytest.approx(token * (context + own))
+            assert (row.read_bytes, row.scan_bytes) == pytest.approx((token * (context // 2 + own), 0))
+
+
+def test_a_selectors_scan_is_part_of_what_it_reads(llama: World) -> None:
+    trace, budget = llama.trace, 96
+    (first, *_), *_ = [open_loop(trace, [Arm(make("locks"), Budget("read_tokens", budget), Protection(0, 0))])]
+    kv, context, branch = trace.layout.layers[0].kv, trace.prefix.tokens, trace.branches[0]
+    block = kv.kv_heads * (8 * kv.k_dim // 2 + kv.k_dim + 16 * 8 + 2 * (8 + 16 + 1))
+    described = [(context + t) // 16 for t in range(branch.tokens)]
+    # The newest block is rarely full: of the budget's six, five are, and page 0 may be among them.
+    newest = [(context + t) % 16 + 1 for t in range(branch.tokens)]
+    token = kv.kv_heads * (kv.k_dim + kv.v_dim) * trace.layout.element_bytes
+    assert first.scan_bytes == pytest.approx(block * sum(described) / branch.tokens)
+    assert first.read_bytes - first.scan_bytes == pytest.approx(token * (80 + sum(newest) / branch.tokens))
+
+
+@WORLDS
 def test_selection_is_made_query_by_query(world: World) -> None:
     trace, budget = world.trace, world.trace.prefix.tokens // 2
     found = by_key(open_loop(trace, [arm("exact_mass")]))
@@ -326,7 +352,8 @@ def test_chunks_of_queries_change_nothing(llama: World, monkeypatch: pytest.Monk
 
 def test_what_it_covers() -> None:
     refused = {name: covers(make(name)) for name in names() if covers(make(name))}
-    assert set(refused) == {"paged-eviction", "kivi", "fp8", "svd"}
+    assert set(refused) >= {"paged-eviction", "kivi", "fp8", "svd", "m3-distilled"}
+    assert not set(refused) & {"dense", "snapkv", "knorm", "quest", "locks", "m3-exact-mass", "hindsight"}
     assert "while decoding (every_step)" in str(refused["kivi"])
     assert "while decoding (every_n)" in str(refused["paged-eviction"])
     assert "calibration trace" in str(refused["svd"])

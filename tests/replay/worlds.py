@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvassay.layout.config import from_config
+from kvassay.policy.base import EVERY_QUERY
 from kvassay.record.load import LoadedModel, ModelIdentity
 from kvassay.record.options import RecordOptions
 from kvassay.record.transformers import record_sample
@@ -42,7 +43,7 @@ class World:
 
     def record(self, name: str, sample: Sample, chunk: int = 64) -> Trace:
         """Another recording of this model."""
-        options = RecordOptions(prefill_chunk=chunk, q_tail=64, logits="full")
+        options = RecordOptions(prefill_chunk=chunk, q_tail=EVERY_QUERY, taps=("lse", "bucket"), logits="full")
         silent = LoadedModel(self.loaded.model, None, self.loaded.layout, self.loaded.identity)
         return record_sample(silent, sample, self.folder / name, options)
 

@@ -19,10 +19,12 @@ from typing import Any
 from kvassay.errors import ExperimentError, LayoutError, WorkloadError
 from kvassay.experiment.arms import build_arms, check_budgets
 from kvassay.experiment.code import recorder_code, replay_code
+from kvassay.experiment.drafters import check_speculation
 from kvassay.experiment.schema import CalibrationTable, Experiment, Workload
 from kvassay.experiment.tokens import show_tokens
 from kvassay.layout.config import from_config
-from kvassay.policy.card import Card, When
+from kvassay.policy.base import Policy
+from kvassay.policy.card import TAPS, When
 from kvassay.record.load import ModelIdentity
 from kvassay.record.options import RecordOptions
 from kvassay.replay.arms import Arm
@@ -107,6 +109,7 @@ def make_plan(experiment: Experiment, source: str, base: Path) -> Plan:
     check_budgets(experiment, arms, source)
     check_workloads(experiment, source)
     check_lengths(experiment, source)
+    check_speculation(experiment, arms, source)
     sets = [TraceSet(model, workload) for model in experiment.experiment.models for workload in experiment.workload]
     labels = [(short_model(item.model), item.label) for item in sets]
     for number, label in enumerate(labels):
@@ -123,23 +126,34 @@ def make_plan(experiment: Experiment, source: str, base: Path) -> Plan:
         arms=tuple(arms),
         units=tuple(Unit(item, index) for item in sets for index in range(item.workload.contexts)),
         protocol=protocol,
-        options=record_options(experiment, [arm.policy.card for arm in arms]),
+        options=record_options(experiment, [arm.policy for arm in arms]),
         code=replay_code(arm.policy for arm in arms),
         source=source,
         base=base,
     )
 
 
-def record_options(experiment: Experiment, cards: Sequence[Card]) -> RecordOptions:
-    """The recording that these arms need; hidden-state taps only of the layers that cards ask for."""
-    taps = sorted({layer for card in cards for layer in card.taps})
-    return RecordOptions(
+def record_options(experiment: Experiment, policies: Sequence[Policy]) -> RecordOptions:
+    """The recording that these arms need, as the file or a policy asks."""
+    base = RecordOptions(
         prefill_chunk=experiment.record.prefill_chunk,
         q_tail=experiment.record.q_tail,
         dtype=experiment.record.dtype,
-        taps=("hidden",) if taps else (),
-        tap_layers=tuple(taps) or None,
         allow_beyond_native=experiment.protocol.allow_beyond_native,
+    )
+    return options_for(policies, base)
+
+
+def options_for(policies: Sequence[Policy], base: RecordOptions) -> RecordOptions:
+    """`base` with what these policies need besides: queries, taps, and of which layers."""
+    shown = [policy.card for policy in policies if policy.card.when & {When.AFTER_PREFILL, When.OFFLINE}]
+    layers = sorted({layer for card in shown for layer in card.taps})
+    kinds = sorted({TAPS[evidence] for card in shown for evidence in card.evidence & TAPS.keys()})
+    return dataclasses.replace(
+        base,
+        q_tail=max([base.q_tail, *(policy.queries_needed for policy in policies)]),
+        taps=tuple(kinds),
+        tap_layers=(tuple(layers) or None) if kinds == ["hidden"] else None,
     )
 
 

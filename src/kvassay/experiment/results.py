@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from kvassay.errors import ExperimentError
 from kvassay.experiment.arminfo import ArmInfo
-from kvassay.experiment.folder import CELLS, MANIFEST, SAMPLES
-from kvassay.experiment.rows import cell_from_row, from_row, read_table
+from kvassay.experiment.findings import load_findings
+from kvassay.experiment.folder import CELLS, CHECKS, COST, LATENCY, MANIFEST, SAMPLES, SPECULATION
+from kvassay.experiment.records import read_records
+from kvassay.experiment.rows import cell_from_row, from_row, read_columns, read_table
+from kvassay.measure.acceptance import AcceptanceResult
 from kvassay.measure.aggregate import Cell
+from kvassay.measure.checks import Finding
+from kvassay.measure.cost import CostResult
+from kvassay.measure.latency import LatencyResult
 from kvassay.measure.result import BranchResult
 
 
@@ -33,8 +40,12 @@ class SetResult:
     cells: tuple[Cell, ...]
     floor: Mapping[str, Any] | None = None
     """`min_top1`, `max_nll` and `passed`: what dense must manage here before any arm may be judged."""
+    not_applicable: Mapping[str, str] = field(default_factory=dict)
+    """Arms that had nothing to do on some context, and why; they have no rows there."""
     missing: tuple[str, ...] = ()
     """What was left out of the averages, one line each."""
+    findings: tuple[Finding, ...] = ()
+    """What the checks found, the gravest first."""
 
     def cell(self, arm: str) -> Cell | None:
         """The cell of an arm, if it ran here."""
@@ -61,7 +72,8 @@ class Results:
         try:
             arms = {item["label"]: _arm(item) for item in manifest["arms"]}
             rows = read_table(folder / CELLS)
-            sets = tuple(_set(item, rows) for item in manifest["trace_sets"])
+            found = load_findings(folder / CHECKS)
+            sets = tuple(_set(item, rows, found) for item in manifest["trace_sets"])
         except (KeyError, TypeError) as error:
             raise ExperimentError(f"{folder / MANIFEST}: not as this kvassay writes it: {error!r}") from None
         return cls(folder, manifest, arms, sets)
@@ -70,10 +82,40 @@ class Results:
         """Every question under every arm."""
         return [from_row(row) for row in read_table(self.path / SAMPLES)]
 
+    def columns(self, *names: str) -> dict[str, list[Any]]:
+        """Some columns of `samples.parquet`, in its order; those that an older run did not write are left out."""
+        return read_columns(self.path / SAMPLES, names)
+
+    @cached_property
+    def latency(self) -> tuple[LatencyResult, ...]:
+        """Measured decode times, one per trace set and arm; none if the run did not time any."""
+        return read_records(self.path / LATENCY, LatencyResult)
+
+    @cached_property
+    def speculation(self) -> tuple[AcceptanceResult, ...]:
+        """Acceptance in speculative decoding, one per question, arm, mode, drafter and k; none if not measured."""
+        return read_records(self.path / SPECULATION, AcceptanceResult)
+
+    @cached_property
+    def cost(self) -> tuple[CostResult, ...]:
+        """Modelled decode times, one per trace set, arm and hardware."""
+        return read_records(self.path / COST, CostResult)
+
 
 def as_data(results: Results) -> dict[str, Any]:
-    """Manifest and cells as plain JSON data: one object per trace set and arm, as in `cells.parquet`."""
-    return {"manifest": dict(results.manifest), "cells": read_table(results.path / CELLS)}
+    """The manifest, the findings and the rows of its parquet files, but for single questions, as plain JSON data."""
+    return {
+        "manifest": dict(results.manifest),
+        "cells": read_table(results.path / CELLS),
+        "checks": [
+            {"model": found.model, "trace_set": found.label, **asdict(finding)}
+            for found in results.sets
+            for finding in found.findings
+        ],
+        "latency": [asdict(row) for row in results.latency],
+        "cost": [asdict(row) for row in results.cost],
+        "speculation": [asdict(row) for row in results.speculation],
+    }
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -97,11 +139,13 @@ def dump_manifest(manifest: Mapping[str, Any]) -> str:
 
 
 def _arm(item: Mapping[str, Any]) -> ArmInfo:
-    lists = {name: tuple(item[name]) for name in ("approximates", "gaps", "deviations")}
-    return ArmInfo(**{**item, **lists})
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in item.items()}
+    return ArmInfo(**fields)
 
 
-def _set(item: Mapping[str, Any], rows: list[dict[str, Any]]) -> SetResult:
+def _set(
+    item: Mapping[str, Any], rows: list[dict[str, Any]], findings: Mapping[tuple[str, str], tuple[Finding, ...]]
+) -> SetResult:
     mine = [row for row in rows if (row["model"], row["trace_set"]) == (item["model"], item["trace_set"])]
     return SetResult(
         model=item["model"],
@@ -114,4 +158,6 @@ def _set(item: Mapping[str, Any], rows: list[dict[str, Any]]) -> SetResult:
         cells=tuple(cell_from_row(row) for row in mine),
         floor=item["floor"],
         missing=tuple(item["missing"]),
+        not_applicable=item.get("not_applicable", {}),
+        findings=findings.get((item["model"], item["trace_set"]), ()),
     )

@@ -1,7 +1,8 @@
 """Running an experiment into its folder: record what is missing, replay what is missing, put results together.
 
 Each unit (one context with all its arms) is written in one step when it is done, so a run may be killed at any
-moment; the same command continues and ends with the result of an uninterrupted run.
+moment; the same command continues and ends with the result of an uninterrupted run. Decode times are measured
+last, when nothing else runs.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ from typing import Any
 
 from kvassay.errors import ExperimentError
 from kvassay.experiment.arms import describe_arms
+from kvassay.experiment.checking import opening_of
 from kvassay.experiment.collect import collect
+from kvassay.experiment.drafters import draft_models
 from kvassay.experiment.folder import MANIFEST, RESOLVED, RunFolder
 from kvassay.experiment.plan import Plan, Unit, short_model
 from kvassay.experiment.progress import Listener, Silent
 from kvassay.experiment.provenance import commit, machine, now
 from kvassay.experiment.results import Results, dump_manifest, read_manifest
 from kvassay.experiment.rows import read_results
+from kvassay.experiment.speculating import speculate_run
+from kvassay.experiment.timing import time_run
 from kvassay.experiment.toml import resolved_toml
 from kvassay.experiment.unit import Done, Replay, Session
 from kvassay.experiment.workers import Workers, suggested_jobs, threads_for
@@ -42,6 +47,7 @@ def run(
 ) -> Results:
     """Run what is left of a plan in the folder `path` and return all its results.
 
+    replay: what replays a context; one of the caller's own is not timed (there is no `latency.parquet` then)
     jobs: units computed side by side, each in a process with its share of the cores (None: as many as cores
         and memory allow; 1: in this process). Results may differ in their last bits between numbers of jobs,
         never between an interrupted and an uninterrupted run of the same number.
@@ -50,7 +56,7 @@ def run(
     whatever is finished stays.
     """
     torch_device(_device(plan))
-    for model, _ in _by_model(plan):
+    for model in (*(model for model, _ in _by_model(plan)), *draft_models(plan.experiment)):
         locate(model)
     folder = RunFolder(path)
     jobs = jobs or (suggested_jobs(plan) if replay is replay_trace else 1)
@@ -63,8 +69,11 @@ def run(
             done = _side_by_side(plan, folder, hears, replay, manifest, jobs)
         done.sort(key=lambda item: plan.units.index(item.unit))
         manifest["units"] = [_about(item) for item in done]
+        latency = time_run(plan, folder, done, manifest["machine"], hears.step) if replay is replay_trace else ()
+        speculate_run(plan, folder, done, hears.step)
         manifest["finished"] = now()
-        collect(folder, plan, [(item.unit.trace_set, read_results(folder.unit(item.key))) for item in done], manifest)
+        found = [(item.unit.trace_set, read_results(folder.unit(item.key))) for item in done]
+        collect(folder, plan, found, latency, manifest)
         folder.write_text(folder.path / MANIFEST, dump_manifest(manifest))
     return Results.open(folder.path)
 
@@ -153,7 +162,7 @@ def _device(plan: Plan) -> str:
 
 
 def _describe(manifest: dict[str, Any], session: Session, model: str, calibration: str | None) -> None:
-    manifest["models"].append(asdict(session.loaded.identity))
+    manifest["models"].append(asdict(session.loaded.identity) | opening_of(session.loaded.tokenizer))
     if calibration is not None:
         manifest["calibrations"].append({"model": short_model(model), "trace": calibration})
 
@@ -165,4 +174,5 @@ def _about(item: Done) -> dict[str, Any]:
         "context": item.unit.index,
         "trace": item.trace,
         "unit": item.key,
+        "not_applicable": dict(item.idle),
     }

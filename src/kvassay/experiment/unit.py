@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from kvassay.experiment.rows import read_results, write_results
 from kvassay.measure.result import BranchResult
 from kvassay.record.load import LoadedModel
 from kvassay.record.transformers import record_sample
+from kvassay.replay.applies import not_applicable
 from kvassay.replay.arms import Arm
 from kvassay.replay.protocol import Protocol
 from kvassay.trace.reader import Trace
@@ -50,6 +51,8 @@ class Done:
     key: str
     trace: str
     """Name of the trace folder."""
+    idle: Mapping[str, str]
+    """Arms that have nothing to do on it, and why."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +101,14 @@ class Session:
         trace = self._trace(unit.trace_name, sample)
         done = self._done(unit, trace, calibration)
         rows = self.replay(self.loaded, trace, self.plan.arms, self.plan.protocol, self.say, calibration=calibration)
-        _check_rows(rows, trace, self.plan)
+        _check_rows(rows, trace, [arm.label for arm in self.plan.arms if arm.label not in done.idle])
         notes = {"unit": done.key, "trace": done.trace, "code_sha256": self.plan.code}
         self.folder.write(self.folder.unit(done.key), lambda path: write_results(rows, path, notes))
         return done
 
     def _done(self, unit: Unit, trace: Trace, calibration: Trace | None) -> Done:
-        return Done(unit, unit_key(trace, self.plan, calibration), trace.path.name)
+        idle = not_applicable(trace, self.plan.arms)
+        return Done(unit, unit_key(trace, self.plan, calibration), trace.path.name, idle)
 
     def _trace_path(self, name: str, sample: Sample) -> Path:
         return self.folder.traces / trace_folder(name, self.loaded.identity, sample, self.plan.options)
@@ -131,9 +135,9 @@ def _readable(path: Path) -> bool:
         return False
 
 
-def _check_rows(rows: Sequence[BranchResult], trace: Trace, plan: Plan) -> None:
+def _check_rows(rows: Sequence[BranchResult], trace: Trace, arms: Sequence[str]) -> None:
     """Refuse an incomplete answer of the replay rather than store it."""
-    wanted = {(branch, arm.label) for branch in range(len(trace.branches)) for arm in plan.arms}
+    wanted = {(branch, arm) for branch in range(len(trace.branches)) for arm in arms}
     found = [(row.branch, row.arm) for row in rows]
     if set(found) != wanted or len(found) != len(wanted):
         lacking = sorted(wanted - set(found))

@@ -94,6 +94,8 @@ class BranchResult:
     """What ended the reply: `length` (as many tokens as the protocol generates) or `end_token` (the model's own)."""
     policy_seconds: float = 0.0
     """Wall seconds the policy and the cache spent on scoring and editing the context, on this machine."""
+    facts: str = "{}"
+    """What the policy reports of its own last decision, as a JSON object of numbers (shares, counts)."""
     kept: tuple[float, ...] = ()
     """Where in the context what is held lies: for each of `KEPT_BINS` equal stretches of it (one per token, if it has
     fewer), the tokens still held after compressing, in slots or encoded / the stretch's tokens, mean over the KV heads

@@ -104,6 +104,14 @@ class Policy:
         """What `query` [q_heads, queries, dim] may read of a layer; None reads all that is retained."""
         return None
 
+    def taps_in(self, layers: int) -> frozenset[int]:
+        """Decoder layers whose output `observe` is shown, in a model of so many layers; by default the card's."""
+        return self.card.taps
+
+    def not_applicable(self, context: int, longest: int, budget: Allowance) -> str | None:
+        """Why the method has nothing to do on `context` tokens that grow to at most `longest`; None if it acts."""
+        return None
+
     @property
     def queries_needed(self) -> int:
         """How many of the newest queries a view must offer: a recording holds that many, a stepwise lane keeps them."""

@@ -7,7 +7,7 @@ Shapes: keys and values [kv_heads, tokens, dim]; masks [kv_heads, tokens]; queri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -301,14 +301,13 @@ class CacheView:
 class HiddenStates(dict[int, Tensor]):
     """Hidden states by layer, [tokens, hidden_size]; asking for a layer that the card does not tap is an error."""
 
-    def __init__(self, card: Card, hidden: Mapping[int, Tensor]) -> None:
-        super().__init__({layer: hidden[layer] for layer in card.taps})
+    def __init__(self, card: Card, taps: Collection[int], hidden: Mapping[int, Tensor]) -> None:
+        super().__init__({layer: hidden[layer] for layer in taps})
         self._card = card
 
     def __missing__(self, layer: int) -> Tensor:
         raise EvidenceMissing(
-            f"policy '{self._card.name}' touched the hidden state of layer {layer}, its card taps "
-            f"{sorted(self._card.taps) or 'none'}"
+            f"policy '{self._card.name}' touched the hidden state of layer {layer}, it taps {sorted(self) or 'none'}"
         )
 
 

@@ -84,7 +84,9 @@ def decide(lane: Lane, evidence: Evidences, known: Known | None = None) -> Recla
 
     known: scores that other arms got from the very same cache and evidence, to be used and added to. Whoever
         uses them is charged what they cost.
+    Raises `IllegalEdit` while the lane has uncommitted tokens.
     """
+    lane.refuse_uncommitted("edited")
     start = time.perf_counter()
     meter = Meter(lane.cache.layout.element_bytes)
     cache = cache_view(lane, meter, evidence)
@@ -146,21 +148,23 @@ def apply(lane: Lane, decision: Decision) -> Reclaimed:
     """Let the cache carry a decision out; `IllegalEdit` if a law forbids it."""
     reclaimed = lane.cache.apply(lane.seq, decision, allow_window="sliding" in lane.policy.card.acts_on)
     lane.reuse = decision.reuse
+    lane.facts = decision.facts or lane.facts
     return reclaimed
 
 
-def due(lane: Lane, moment: When) -> bool:
-    """Whether the lane's policy edits the cache at this moment."""
+def due(lane: Lane, moment: When, tokens: int = 1) -> bool:
+    """Whether the lane's policy edits the cache at this moment, its last `tokens` tokens having come in together."""
     card = lane.policy.card
     if not lane.policy.writes_decide or moment not in card.when:
         return False
-    return moment is not When.EVERY_N or lane.generated % _interval(lane) == 0
+    return moment is not When.EVERY_N or lane.generated % _interval(lane) < tokens
 
 
 def summarize(lane: Lane) -> None:
-    """Let the policy summarise blocks that have filled since the last call."""
+    """Let the policy summarise blocks that have filled since the last call; what it reads of them is charged."""
     if not lane.policy.writes_summarize:
         return
+    lane.refuse_uncommitted("summarised")
     start = time.perf_counter()
     for group in lane.cache.ledger.groups:
         full = lane.length // group.block_size
@@ -176,6 +180,7 @@ def observe(lane: Lane, tokens: Sequence[int], evidence: Evidences, hidden: Mapp
     """Let the policy carry what it must from the step just made."""
     if not lane.policy.writes_observe:
         return
+    lane.refuse_uncommitted("observed")
     start = time.perf_counter()
     meter = Meter(lane.cache.layout.element_bytes)
     last = lane.length
@@ -183,7 +188,7 @@ def observe(lane: Lane, tokens: Sequence[int], evidence: Evidences, hidden: Mapp
         tuple(tokens),
         tuple(range(last - len(tokens), last)),
         cache_view(lane, meter, evidence),
-        HiddenStates(lane.policy.card, hidden),
+        HiddenStates(lane.policy.card, lane.policy.taps_in(len(lane.cache.layout.layers)), hidden),
     )
     lane.with_state(lane.policy.observe(lane.memory.state, step))
     lane.touched += meter.total
@@ -269,7 +274,17 @@ def _summary(lane: Lane, layer: int, done: int, full: int, size: int) -> Mapping
         )
     rows = slice(done * size, full * size)
     blocks = [side[:, rows].unflatten(1, (full - done, size)).transpose(0, 1) for side in (data.k, data.v)]
-    return lane.policy.summarize(BlockView(lane.cache.layout.layers[layer], blocks[0], blocks[1]))
+    _charge_summary(lane, blocks)
+    artefact = lane.memory.artefact
+    learnt = {} if artefact is None else artefact.tensors
+    return lane.policy.summarize(BlockView(lane.cache.layout.layers[layer], blocks[0], blocks[1], learnt))
+
+
+def _charge_summary(lane: Lane, blocks: Sequence[Tensor]) -> None:
+    """Charge the keys and values [blocks, kv_heads, block_size, dim] of new blocks that the card declares."""
+    for evidence, side in zip((Evidence.KEYS, Evidence.VALUES), blocks, strict=True):
+        if evidence in lane.policy.card.evidence:
+            lane.touched += side.numel() * lane.cache.layout.element_bytes
 
 
 def _extended(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:

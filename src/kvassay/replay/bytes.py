@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvassay.cache.data import Stored
 from kvassay.cache.paged import PagedCache
+from kvassay.policy.card import Evidence
 from kvassay.replay.lane import Lane
 
 BIAS_BYTES = 4
@@ -38,7 +39,16 @@ class Held:
 def held(lane: Lane) -> Held:
     """What a lane holds now."""
     state = sum(t.numel() * t.element_size() for t in lane.memory.state.values())
-    return Held({layer: held_layer(lane, layer) for layer in lane.layers}, float(state))
+    return Held({layer: held_layer(lane, layer) for layer in lane.layers}, state + _query_ring(lane))
+
+
+def _query_ring(lane: Lane) -> float:
+    """Bytes of the newest queries that a policy which decides while decoding has an engine keep, full or not."""
+    if not (lane.deciding and Evidence.QUERIES in lane.policy.card.evidence):
+        return 0.0
+    layout = lane.cache.layout
+    elements = sum(layout.layers[index].q_heads * layout.layers[index].kv.k_dim for index in lane.scope)
+    return lane.policy.queries_needed * elements * layout.element_bytes
 
 
 def held_layer(lane: Lane, layer: int) -> float:

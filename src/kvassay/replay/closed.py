@@ -11,7 +11,7 @@ token at a time. The questions of a context share its compressed cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,13 +27,15 @@ from kvassay.policy.card import Effect, Prefill, When
 from kvassay.policy.views import Queries
 from kvassay.record.load import LoadedModel
 from kvassay.replay import asking
+from kvassay.replay.applies import not_applicable
 from kvassay.replay.arms import Arm
 from kvassay.replay.bytes import held
 from kvassay.replay.calibration import fit_offline
 from kvassay.replay.engine import QUERY_EVIDENCE, Engine
 from kvassay.replay.evidence import after_prefill, recorded_queries, sinks_of
+from kvassay.replay.feeding import feed
 from kvassay.replay.lane import Lane, scope_of
-from kvassay.replay.levels import blocks_held, freed_blocks
+from kvassay.replay.levels import blocks_held, freed_blocks, kept_by_position
 from kvassay.replay.protocol import Protocol
 from kvassay.replay.rows import Answer, branch_result
 from kvassay.trace.reader import Branch, Trace
@@ -53,13 +55,15 @@ def replay_trace(
     *,
     calibration: Trace | None = None,
 ) -> list[BranchResult]:
-    """Replay one context under all arms; one row per (branch, arm), in that order.
+    """Replay one context under all arms that apply to it; one row per (branch, arm), in that order.
 
     calibration: a trace of other text, which policies that learn offline are fitted on
-    Raises `ExperimentError` if the trace is of another model, is too long for it, or no arm is `dense`;
+    Raises `ExperimentError` if the trace is of another model or tokenizer, is too long, or no arm is `dense`;
     `PolicyError` if a policy needs a calibration and there is none, or it is not disjoint from the trace.
     """
-    _check(loaded, trace, arms, protocol)
+    check_replay(loaded, trace, arms, protocol)
+    idle = not_applicable(trace, arms)
+    arms = [arm for arm in arms if arm.label not in idle]
     artefacts = fit_offline([arm.policy for arm in arms], trace, calibration)
     replay = Replay(loaded, trace, arms, protocol, artefacts)
     progress(f"compress {len(arms)} arms")
@@ -79,6 +83,8 @@ class Compressed:
     blocks: int
     """Blocks the context held before, in groups that no window bounds."""
     freed: dict[str, float]
+    kept: tuple[float, ...]
+    """`BranchResult.kept` of the context."""
 
 
 class Replay:
@@ -91,23 +97,25 @@ class Replay:
         arms: Sequence[Arm],
         protocol: Protocol,
         artefacts: Mapping[str, Artefact] | None = None,
+        forks: int = 2,
     ) -> None:
-        """`artefacts`: what offline policies have learnt, by the policy's label."""
+        """`artefacts`: what offline policies have learnt, by the policy's label; `forks`: copies of an arm's lane
+        that live at the same time, its compressed context included."""
         self.loaded, self.trace, self.protocol = loaded, trace, protocol
         self.artefacts = artefacts or {}
         self.known: asking.Known = {}
         self.groups = group_specs(trace.layout, protocol.block_size)
-        self.cache = PagedCache(trace.layout, self.groups, self._blocks(len(arms)))
+        self.cache = PagedCache(trace.layout, self.groups, self._blocks(forks * len(arms) + 2))
         self.engine = Engine(loaded.model, self.cache)
         self.context = trace.prefix.tokens
         self.dense = self._dense_context()
         self.sinks = sinks_of(trace)
 
-    def _blocks(self, arms: int) -> int:
-        """Enough for every arm to own a full copy and its questions: memory is only touched when used."""
+    def _blocks(self, lanes: int) -> int:
+        """Enough for every lane to own a full copy and its questions: memory is only touched when used."""
         longest = max((b.tokens for b in self.trace.branches), default=0) + self.protocol.free_tokens
         per_lane = sum(-(-(self.trace.prefix.tokens + 2 * longest) // g.block_size) + 4 for g in self.groups)
-        return 1 + per_lane * (2 * arms + 2)
+        return 1 + per_lane * lanes
 
     def _dense_context(self) -> int:
         ids = self.trace.prefix.token_ids.tolist()
@@ -130,7 +138,7 @@ class Replay:
             asking.decide(lane, after_prefill(self.trace), known)
         asking.summarize(lane)
         lane.peak_bytes = held(lane).total
-        return Compressed(lane, blocks, freed_blocks(lane))
+        return Compressed(lane, blocks, freed_blocks(lane), kept_by_position(lane))
 
     def _lane(self, arm: Arm) -> Lane:
         rng = torch.Generator().manual_seed(self.protocol.seed)
@@ -162,52 +170,37 @@ class Replay:
 
     def ask(self, index: int, branch: Branch, arms: Sequence[Compressed]) -> list[BranchResult]:
         """One question to every arm: rows in the arms' order."""
-        lanes = [arm.lane.fork() for arm in arms]
-        for lane in lanes:
-            lane.queries = lane.queries or self._tail(lane)
+        lanes = self.forks(arms)
         ids = branch.token_ids.tolist()
         question, answer = ids[: branch.question_tokens], ids[branch.question_tokens :]
-        first = self._feed(lanes, question, last=1)
+        first = feed(self.engine, lanes, [question] * len(lanes), last=1)
         free = [lane.fork() for lane in lanes]
-        rest = self._feed(lanes, answer[:-1], last=len(answer) - 1) if len(answer) > 1 else None
+        shown = answer[:-1]
+        rest = feed(self.engine, lanes, [shown] * len(lanes), last=len(shown)) if shown else None
         logits = [f if rest is None else torch.cat([f, rest[row]]) for row, f in enumerate(first)]
         generated = self._generate(free, [f[-1] for f in first], len(answer))
         answers = [
-            Answer(x, ids, held(lane), lane, arm.freed, arm.blocks)
+            Answer(x, ids, held(lane), lane, arm.freed, arm.blocks, arm.kept if index == 0 else ())
             for x, ids, lane, arm in zip(logits, generated, lanes, arms, strict=True)
         ]
         for lane in (*lanes, *free):
             lane.free()
-        base = answers[_dense_row([arm.lane.arm for arm in arms])]
+        base = answers[dense_row([arm.lane.arm for arm in arms])]
         return [branch_result(self.loaded.tokenizer, self.trace, index, branch, answer, one, base) for one in answers]
+
+    def forks(self, arms: Sequence[Compressed]) -> list[Lane]:
+        """A lane of each compressed context, ready to be asked a question."""
+        lanes = [arm.lane.fork() for arm in arms]
+        for lane in lanes:
+            lane.queries = lane.queries or self._tail(lane)
+        return lanes
 
     def _tail(self, lane: Lane) -> dict[int, Queries]:
         """Recent queries to start decoding with, for policies that declare them."""
         if not (lane.stepwise and lane.policy.card.evidence & QUERY_EVIDENCE):
             return {}
-        prefix, last = self.trace.prefix, self.engine.keep_queries
+        prefix, last = self.trace.prefix, lane.keep_queries
         return {layer: recorded_queries(prefix, layer).last(last) for layer in lane.scope}
-
-    def _feed(self, lanes: Sequence[Lane], ids: Sequence[int], last: int) -> list[Tensor]:
-        """Feed the same tokens to every lane; returns per lane logits [last, vocab], in order."""
-        out: dict[int, Tensor] = {}
-        for rows, stepwise in self._batches(lanes):
-            batch = [lanes[row] for row in rows]
-            if stepwise:
-                wanted = [int(at >= len(ids) - last) for at in range(len(ids))]
-                feed = zip(ids, wanted, strict=True)
-                logits = torch.cat([self.engine.forward(batch, [[t]] * len(batch), w) for t, w in feed], dim=1)
-            else:
-                logits = self.engine.forward(batch, [ids] * len(batch), last)
-            out.update(zip(rows, logits, strict=True))
-        return [out[row] for row in range(len(lanes))]
-
-    def _batches(self, lanes: Sequence[Lane]) -> Iterator[tuple[list[int], bool]]:
-        """Rows that run together, and whether they must go token by token."""
-        for stepwise in (False, True):
-            rows = [row for row, lane in enumerate(lanes) if lane.stepwise is stepwise]
-            if rows:
-                yield rows, stepwise
 
     def _generate(self, lanes: Sequence[Lane], logits: Sequence[Tensor], answer: int) -> list[list[int]]:
         """Greedy decoding, bounded by the answer's own length and two more tokens."""
@@ -215,24 +208,31 @@ class Replay:
         if steps == 0:
             return [[] for _ in lanes]
         ids = [[int(x.argmax())] for x in logits]
-        for rows, _ in self._batches(lanes):
-            for _ in range(steps - 1):
-                out = self.engine.forward([lanes[r] for r in rows], [[ids[r][-1]] for r in rows], last=1)
-                for row, best in zip(rows, out[:, -1].argmax(-1).tolist(), strict=True):
-                    ids[row].append(best)
+        for _ in range(steps - 1):
+            out = feed(self.engine, lanes, [[mine[-1]] for mine in ids], last=1)
+            for mine, logits_of in zip(ids, out, strict=True):
+                mine.append(int(logits_of[-1].argmax()))
         return ids
 
 
-def _dense_row(arms: Sequence[Arm]) -> int:
+def dense_row(arms: Sequence[Arm]) -> int:
+    """Index of the arm that the others are measured against."""
     return next(row for row, arm in enumerate(arms) if arm.policy.card.name == "dense" and not arm.again)
 
 
-def _check(loaded: LoadedModel, trace: Trace, arms: Sequence[Arm], protocol: Protocol) -> None:
+def check_replay(loaded: LoadedModel, trace: Trace, arms: Sequence[Arm], protocol: Protocol) -> None:
+    """Raise `ExperimentError` unless this model can replay the trace under these arms, dense among them."""
     mine, theirs = loaded.identity.weights_sha256, trace.header.model.weights_sha256
     if mine != theirs:
         raise ExperimentError(
             f"{trace.path}: recorded from {trace.header.model.name} (weights {str(theirs)[:12]}), "
             f"not from {loaded.identity.name} ({str(mine)[:12]})"
+        )
+    words, recorded = loaded.identity.tokenizer_sha256, trace.header.model.tokenizer_sha256
+    if recorded is not None and words != recorded:
+        raise ExperimentError(
+            f"{trace.path}: its token ids are of tokenizer {recorded[:12]}, {loaded.identity.name} comes with "
+            f"{words[:12]}; record the trace anew"
         )
     longest = trace.prefix.tokens + max((b.tokens for b in trace.branches), default=0) + protocol.free_tokens
     if longest > trace.layout.native_context and not protocol.allow_beyond_native:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from kvassay.cache.paged import PagedCache
-from kvassay.errors import PolicyError
+from kvassay.errors import IllegalEdit, PolicyError
 from kvassay.layout.model import Layer, Layout
 from kvassay.policy.base import Memory, Policy, State
 from kvassay.policy.budget import Allowance
+from kvassay.policy.card import When
 from kvassay.policy.readset import ReadSet
 from kvassay.policy.views import Queries
 from kvassay.replay.arms import Arm
@@ -36,6 +39,33 @@ class Traffic:
     def selected_per_token(self) -> float:
         """Mean tokens per KV head and scoped layer that one decoded token reads."""
         return self.selected / self.tokens if self.tokens else 0.0
+
+
+LEAST_QUERIES = 64
+
+
+class Mark(NamedTuple):
+    """What a lane's reads leave behind, after `tokens` uncommitted ones."""
+
+    tokens: int
+    previous: Mapping[int, ReadSet]
+    rng: Tensor | None
+
+
+@dataclass
+class Draft:
+    """A lane's uncommitted tokens, with what goes back when they do. The policy's state is not among it: no policy
+    is asked before tokens are committed."""
+
+    marks: list[Mark]
+    tokens: list[int] = field(default_factory=list)
+    hidden: list[Mapping[int, Tensor]] = field(default_factory=list)
+    """Tapped layers' output [tokens, hidden] of each chunk."""
+
+    def settled(self, count: int) -> tuple[list[int], dict[int, Tensor]]:
+        """The first `count` tokens and their hidden states, [count, hidden] per tapped layer."""
+        layers = self.hidden[0] if self.hidden else {}
+        return self.tokens[:count], {layer: torch.cat([one[layer] for one in self.hidden])[:count] for layer in layers}
 
 
 @dataclass
@@ -66,6 +96,10 @@ class Lane:
     """Bytes the policy touched to score and edit (not to read)."""
     generated: int = 0
     """Tokens since the context was compressed."""
+    facts: Mapping[str, float] = field(default_factory=dict)
+    """What the policy reported of its last decision that edited something."""
+    draft: Draft | None = None
+    """Uncommitted tokens, while there are any."""
 
     @property
     def policy(self) -> Policy:
@@ -83,15 +117,36 @@ class Lane:
         return self.cache.ledger.length(self.seq)
 
     @property
+    def uncommitted(self) -> int:
+        """Speculative tokens at the end."""
+        return self.cache.ledger.uncommitted(self.seq)
+
+    @property
     def stepwise(self) -> bool:
         """Whether this lane must be fed one token at a time."""
         return self.policy.card.per_step or self.policy.writes_observe or self.arm.again
 
+    @property
+    def deciding(self) -> bool:
+        """Whether its policy edits the cache while decoding."""
+        return self.policy.writes_decide and bool(self.policy.card.when & {When.EVERY_STEP, When.EVERY_N})
+
+    @property
+    def keep_queries(self) -> int:
+        """How many of the newest queries it keeps while decoding, if its policy declares queries."""
+        return max(LEAST_QUERIES, self.policy.queries_needed) if self.stepwise else LEAST_QUERIES
+
     def fork(self) -> Lane:
-        """The same lane once more, with counters of its own; K/V shared by reference count."""
+        """The same lane once more, with counters of its own; K/V shared by reference count.
+
+        `IllegalEdit` while it has uncommitted tokens.
+        """
+        self.refuse_uncommitted("forked")
+        rng = self.memory.rng
         return replace(
             self,
             seq=self.cache.fork(self.seq),
+            memory=self.memory if rng is None else replace(self.memory, rng=rng.clone_state()),
             side=dict(self.side),
             queries=dict(self.queries),
             previous=dict(self.previous),
@@ -103,6 +158,53 @@ class Lane:
         """Give the sequence back."""
         self.cache.free(self.seq)
 
+    def refuse_uncommitted(self, what: str) -> None:
+        """`IllegalEdit` if the lane has uncommitted tokens: nobody may act on what may be taken back."""
+        if self.uncommitted:
+            raise IllegalEdit(
+                f"arm '{self.arm.label}' cannot be {what}: {self.uncommitted} of its {self.length} tokens are "
+                "uncommitted"
+            )
+
+    def extend(self, tokens: Sequence[int], *, committed: bool) -> None:
+        """Give the next tokens a slot. Uncommitted ones take fresh slots, also where a committed one reuses another."""
+        if committed:
+            self.cache.extend(self.seq, tokens, reuse=self.reuse)
+            self.reuse = None
+            return
+        if self.draft is None:
+            self.draft = Draft([self._mark(0)])
+        self.cache.extend(self.seq, tokens, committed=False)
+
+    def hold(self, tokens: Sequence[int], hidden: Mapping[int, Tensor]) -> None:
+        """Note uncommitted tokens that have been fed, until `settle`."""
+        if self.draft is None:
+            raise IllegalEdit(f"arm '{self.arm.label}' has no uncommitted tokens")
+        self.draft.tokens += tokens
+        self.draft.hidden.append(hidden)
+        self.draft.marks.append(self._mark(len(self.draft.tokens)))
+
+    def settle(self, accepted: int) -> tuple[list[int], dict[int, Tensor]]:
+        """Commit the first `accepted` uncommitted tokens and forget the others, as if they had never been fed.
+
+        Returns the accepted tokens and their hidden states. `IllegalEdit` if there are fewer.
+        """
+        ledger, draft = self.cache.ledger, self.draft or Draft([self._mark(0)])
+        ledger.rollback(self.seq, self.uncommitted - accepted)
+        ledger.commit(self.seq, accepted)
+        back = next(mark for mark in reversed(draft.marks) if mark.tokens <= accepted)
+        self.previous = dict(back.previous)
+        if back.rng is not None:
+            self.memory.generator().set_state(back.rng)
+        if accepted:
+            self.reuse = None
+        self.draft = None
+        return draft.settled(accepted)
+
+    def _mark(self, tokens: int) -> Mark:
+        rng = self.memory.rng
+        return Mark(tokens, dict(self.previous), None if rng is None else rng.get_state())
+
     def with_state(self, state: State) -> None:
         """Replace what the policy carries."""
         self.memory = replace(self.memory, state=state)
@@ -111,14 +213,14 @@ class Lane:
 def scope_of(layout: Layout, policy: Policy) -> frozenset[int]:
     """Layers with a cache of their own whose kind the policy's card names.
 
-    `PolicyError` if the model has none, or lacks a layer that the card taps.
+    `PolicyError` if the model has none, or lacks a layer that it taps.
     """
     card = policy.card
     scope = frozenset(layer.index for layer in layout.layers if storing(layer) and layer.kind in card.acts_on)
     if not scope:
         kinds = ", ".join(sorted({layer.kind for layer in layout.layers}))
         raise PolicyError(f"policy '{card.name}' acts on {', '.join(sorted(card.acts_on))}, the model has {kinds}")
-    missing = sorted(card.taps - set(range(len(layout.layers))))
+    missing = sorted(policy.taps_in(len(layout.layers)) - set(range(len(layout.layers))))
     if missing:
         raise PolicyError(f"policy '{card.name}' taps layer {missing[0]}, the model has {len(layout.layers)} layers")
     return scope

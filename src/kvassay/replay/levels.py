@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvassay.cache.reclaim import MODES, count
+from kvassay.measure.result import KEPT_BINS
 from kvassay.replay.lane import Lane
 
 
@@ -34,6 +35,16 @@ def freed_blocks(lane: Lane) -> dict[str, float]:
         encoded += segments / block
     reclaim = count(keep, groups, slot_bytes=cost)
     return {mode: reclaim[mode].blocks - encoded for mode in MODES}
+
+
+def kept_by_position(lane: Lane, bins: int = KEPT_BINS) -> tuple[float, ...]:
+    """Share of the tokens so far that is held, by stretch of positions, as `BranchResult.kept` defines it."""
+    ledger, length = lane.cache.ledger, lane.length
+    bins = min(bins, length)
+    heads = [head for layer in lane.scope for head in ledger.live(lane.seq, layer)]
+    held = np.bincount(np.concatenate(heads) * bins // length, minlength=bins)
+    sizes = np.bincount(np.arange(length) * bins // length, minlength=bins)
+    return tuple((held / (sizes * len(heads))).tolist())
 
 
 def blocks_held(lane: Lane) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -42,6 +44,8 @@ class Answer:
     freed: dict[str, float]
     blocks: int
     """Blocks the context held in the full groups when it was compressed."""
+    kept: tuple[float, ...] = ()
+    """As in the row."""
     _reference: Reference | None = None
 
     def reference(self, scored: Tensor) -> Reference:
@@ -63,7 +67,8 @@ def branch_result(
     mine = arm.logits[scored].double()
     norm = mine.logsumexp(-1)
     best = mine.argmax(-1)
-    text = tokenizer.decode(arm.generated, skip_special_tokens=True)
+    reply, ended = _reply(arm.generated, tokenizer)
+    text = tokenizer.decode(reply, skip_special_tokens=True)
     scope = arm.lane.scope
     traffic, base = arm.lane.traffic, dense.lane.traffic
     return BranchResult(
@@ -80,10 +85,10 @@ def branch_result(
         kl=0.0 if arm is dense else float(reference.kl(mine, norm).mean()),
         agree=float((best == reference.best).double().mean()),
         task=score_answer(trace.header.recipe.name, text, branch.answer_text, branch.meta),
-        divergence=_divergence(arm.generated, dense.generated),
-        wrong_step=_wrong_step(arm.generated, gold, _ints(branch.meta.get("step_ends"))),
+        divergence=_divergence(reply, _reply(dense.generated, tokenizer)[0]),
+        wrong_step=_wrong_step(reply, gold, _ints(branch.meta.get("step_ends"))),
         generated=text,
-        generated_tokens=len(arm.generated),
+        generated_tokens=len(reply),
         retained_bytes=arm.held.total,
         retained_fraction=arm.held.total / dense.held.total,
         retained_bytes_scope=arm.held.within(scope),
@@ -96,7 +101,11 @@ def branch_result(
         read_fraction=traffic.bytes_per_token / base.bytes_per_token if base.tokens else 0.0,
         policy_bytes=arm.lane.touched,
         artefact_bytes=0.0 if arm.lane.memory.artefact is None else float(arm.lane.memory.artefact.nbytes),
+        prefill=str(arm.lane.arm.prefill),
+        ended="end_token" if ended else "length",
         policy_seconds=arm.lane.seconds,
+        facts=json.dumps(dict(arm.lane.facts)),
+        kept=arm.kept,
     )
 
 
@@ -106,7 +115,13 @@ def _scored(branch: Branch, answer: int) -> list[int]:
 
 
 def _divergence(mine: list[int], dense: list[int]) -> int | None:
-    return next((i for i, (a, b) in enumerate(zip(mine, dense, strict=True)) if a != b), None)
+    return next((i for i, (a, b) in enumerate(zip_longest(mine, dense)) if a != b), None)
+
+
+def _reply(generated: list[int], tokenizer: Any) -> tuple[list[int], bool]:
+    """The tokens up to the model's end token, and whether it came: all arms decode equally long, past their end."""
+    end = getattr(tokenizer, "eos_token_id", None)
+    return (generated[: generated.index(end) + 1], True) if end in generated else (generated, False)
 
 
 def _ints(value: object) -> list[int]:
