@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import click
@@ -26,3 +27,21 @@ class TokenCount(_IntParam):
             return parse_tokens(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+
+class ByteCount(_IntParam):
+    """A number of bytes: `1000000`, `40GiB`, `80GB`."""
+
+    name = "bytes"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the bytes; fails for anything but a whole, positive number of them."""
+        found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?)?B?", str(value).strip())
+        if found is None:
+            self.fail(f"'{value}' is no number of bytes, such as 1000000, 40GiB or 80GB", param, ctx)
+        number, prefix = found.groups()
+        power = "KMGT".index(prefix[0]) + 1 if prefix else 0
+        count = float(number) * (1024 if prefix and prefix.endswith("i") else 1000) ** power
+        if count < 1 or count != int(count):
+            self.fail(f"'{value}' is no whole, positive number of bytes", param, ctx)
+        return int(count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -15,7 +16,7 @@ folder = click.Path(path_type=Path)
 
 @click.group("trace")
 def trace() -> None:
-    """Recorded traces: show, verify, reblock, fingerprint, reproduce."""
+    """Recorded traces: show, verify, reblock, fingerprint, reproduce; and KV events of an engine."""
 
 
 @trace.command()
@@ -104,3 +105,42 @@ def reproduce(source: Path, tolerance: float | None, keep: Path | None, model: s
     if differences:
         raise RecordError(f"{source}: not reproduced: {len(differences)} differences beyond {limit:g}")
     click.echo(f"{source}: reproduced within {limit:g}")
+
+
+@trace.command("kv-events")
+@click.argument("stream", type=folder)
+@click.option(
+    "--on-gap",
+    type=click.Choice(["refuse", "forget"]),
+    default="refuse",
+    show_default=True,
+    help="When messages are missing: fail, or start again from an empty cache.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+def kv_events(stream: Path, on_gap: Literal["refuse", "forget"], as_json: bool) -> None:
+    """Rebuild an engine's prefix cache from a saved STREAM of its KV events (`kv-listen` saves one)."""
+    from rich.console import Console
+
+    from kvassay.trace.kv_events.frames import read_frames
+    from kvassay.trace.kv_events.index import rebuild
+    from kvassay.trace.kv_events.render import index_data, index_tables
+
+    index = rebuild(read_frames(stream), str(stream), on_gap)
+    if as_json:
+        click.echo(json.dumps(index_data(index), indent=1))
+    else:
+        Console().print(index_tables(index), markup=False, highlight=False)
+
+
+@trace.command("kv-listen")
+@click.argument("endpoint")
+@click.option("-o", "--output", type=folder, required=True, help="File to write.")
+@click.option("--topic", default="", help="Only messages of this topic.")
+@click.option(
+    "--quiet-for", "seconds", default=10.0, show_default=True, help="Stop after so many seconds without a message."
+)
+def kv_listen(endpoint: str, output: Path, topic: str, seconds: float) -> None:
+    """Save the KV events that a vLLM engine publishes at a ZMQ ENDPOINT, such as tcp://host:5557 or ipc://PATH."""
+    from kvassay.trace.kv_events.frames import listen, save_frames
+
+    click.echo(f"{output}: {save_frames(output, listen(endpoint, seconds, topic))} messages")

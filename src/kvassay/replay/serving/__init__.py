@@ -1,0 +1,1 @@
+"""Serving: many requests over one block pool, a policy entering by its measured footprint."""

@@ -1,0 +1,124 @@
+"""Footprints read off a made-up run, and stated ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvassay.errors import ExperimentError
+from kvassay.experiment.folder import CELLS
+from kvassay.experiment.footprints import load_footprints, load_times
+from kvassay.experiment.rows import write_cells
+from kvassay.measure.aggregate import aggregate
+from kvassay.replay.serving.cost import TableTimes
+from kvassay.replay.serving.footprint import Footprint
+from tests.rows import row
+from tests.runs import make_run
+
+SNAPKV = "snapkv(window=16) keep=0.25"
+
+
+def test_an_arm_of_a_run(tmp_path: Path) -> None:
+    """The run's 64 of 128 blocks by compaction; bytes 0.125 in scope; reads 225 of 900 KiB, nothing outside scope."""
+    make_run(tmp_path / "run")
+    (found,) = load_footprints(tmp_path / "run", "slot_reuse", [SNAPKV])
+    assert found == Footprint(
+        arm=SNAPKV,
+        mode="slot_reuse",
+        how="measured",
+        source="run: tiny-model, kv_short 2k, 2048 tokens, 4 questions",
+        selected_fraction=1.0,
+        retained_fraction=0.125,
+        freed_fraction=64 / 128,
+        read_fraction=0.25,
+        writes=True,
+        correct=0.75,
+        dense_correct=1.0,
+    )
+
+
+def test_modes_differ_and_only_some_write(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    whole = load_footprints(tmp_path / "run", "whole_block", [SNAPKV])[0]
+    assert (whole.freed_fraction, whole.writes) == (3 / 128, False)
+    fp8 = load_footprints(tmp_path / "run", "whole_block", ["fp8"])[0]
+    assert (fp8.freed_fraction, fp8.writes) == (0.0, True), "codes are written where keys and values were"
+
+
+def test_what_windows_read_is_not_the_arm_s(tmp_path: Path) -> None:
+    """400 of 1000 KiB lie in windows: dense reads 500 KiB besides, the arm 250."""
+    make_run(tmp_path / "run")
+    kib = 1024.0
+    rows = [
+        row("dense", retained_bytes_scope=600 * kib, policy_bytes=0.0),
+        row("fp8", retained_bytes_scope=300 * kib, read_bytes=650 * kib, policy_bytes=150 * kib),
+    ]
+    labels = {"model": "tiny-model", "trace_set": "kv_short 2k"}
+    write_cells([(labels, aggregate(rows).cells)], tmp_path / "run" / CELLS)
+    (found,) = load_footprints(tmp_path / "run")
+    assert (found.read_fraction, found.scan_fraction) == (0.5, 0.25)
+
+
+def test_the_timing_can_be_set(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    found = load_footprints(tmp_path / "run", arms=["fp8"], timing="from_start")[0]
+    assert (found.timing, found.edits) == ("from_start", False)
+
+
+def test_references_are_left_out_unless_named(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    assert [found.arm for found in load_footprints(tmp_path / "run")] == ["fp8", SNAPKV, "kivi"]
+    assert len(load_footprints(tmp_path / "run", arms=["hindsight keep=0.25"])) == 1
+
+
+def test_unknown_arms_and_sets_are_named(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    with pytest.raises(ExperimentError, match=r"no arm 'fp9' .*did you mean 'fp8'"):
+        load_footprints(tmp_path / "run", arms=["fp9"])
+    with pytest.raises(ExperimentError, match=r"no trace set 'kv_short 4k' .*did you mean 'kv_short 2k'"):
+        load_footprints(tmp_path / "run", trace_set="kv_short 4k")
+
+
+def test_stated_footprints_are_assumed(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('[[footprint]]\narm = "half"\nfreed_fraction = 0.5\ntiming = "from_start"\nwrites = true\n')
+    (found,) = load_footprints(path)
+    assert (found.arm, found.how, found.freed_fraction, found.timing, found.writes) == (
+        "half",
+        "assumed",
+        0.5,
+        "from_start",
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('[[footprint]]\narm = "a"\nfreed = 0.5\n', r"mine\.toml: footprint 1: unknown key 'freed'"),
+        ("[[footprint]]\nfreed_fraction = 0.5\n", r"footprint 1: missing key 'arm'"),
+        ('[[footprint]]\narm = "a"\nwrites = 1\n', r"footprint 1: writes = 1 is no bool"),
+        ('[[footprint]]\narm = "a"\ntiming = "late"\n', r"footprint 1: timing = 'late'"),
+        ('[[footprint]]\narm = "a"\nfreed_fraction = 1\n', r"footprint 1: a: freed_fraction is 1"),
+        ('[footprint]\narm = "a"\n', r"holds \[\[footprint\]\] tables and nothing else"),
+        ("[[", r"cannot be read"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(ExperimentError, match=says):
+        load_footprints(path)
+
+
+def test_step_times_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "times.toml"
+    path.write_text("step = 0.004\ntoken = 1e-5\n")
+    assert load_times(path) == TableTimes(0.004, 1e-5, 0.0, "table: times.toml")
+    path.write_text("token = 1e-5\n")
+    with pytest.raises(ExperimentError, match=r"times\.toml: missing key 'step'"):
+        load_times(path)
+    path.write_text("step = 1\ntokens = 2\n")
+    with pytest.raises(ExperimentError, match=r"unknown key 'tokens' \(did you mean 'token'"):
+        load_times(path)
