@@ -86,7 +86,7 @@ def test_text_becomes_a_policy_with_typed_parameters(text: str, policy: object) 
     "text, message",
     [
         ("snapvk", r"unknown policy 'snapvk' \(did you mean 'snapkv'\?\)"),
-        ("zzz", r"unknown policy 'zzz' \(known: dense, exact_mass, fp8, "),
+        ("zzz", r"unknown policy 'zzz' \(known: adakv-snapkv, "),
         ("snapkv(windw=3)", r"'snapkv' has no parameter 'windw' \(did you mean 'window'\?\)"),
         ("dense(window=3)", r"'dense' has no parameter 'window' \(it has none\)"),
         ("snapkv(window=x)", r"'snapkv': parameter window='x' is not of type int"),

@@ -51,7 +51,7 @@ class TestQuest:
         bound = policy.bounds(quest_view(policy, data), torch.from_numpy(query).float()).double().numpy()
         logits = np.einsum("hqd,hnd->hqn", query, np.repeat(keys, Q_HEADS // KV_HEADS, axis=0))
         best = logits.reshape(Q_HEADS, 2, 3, BLOCK).max(axis=-1)
-        slack = 1e-5 * np.abs(query).sum() * np.abs(keys).max()
+        slack = 1e-5 * np.abs(query).sum() * np.abs(keys).max() + 1e-30  # subnormal products vanish in float32
         assert (bound >= best - slack).all()
 
     def test_bounds_equal_the_definition(self) -> None:
@@ -139,7 +139,7 @@ class TestQuest:
     def test_a_budget_that_protection_fills_is_refused_whatever_the_alignment(self) -> None:
         policy = Quest(block=BLOCK)
         for n in range(40, 45):  # recent 5 touches two or three pages, sink one
-            with pytest.raises(BudgetError, match=r"3 pages of 4.*up to 4"):
+            with pytest.raises(BudgetError, match=r"3 blocks of 4.*up to 4"):
                 ask(policy, quest_view(policy, dense(n), sink=2, recent=6), random_q(1).float(), 12, n, 2, 6)
 
     def test_scanning_the_bounds_is_charged_in_float16(self) -> None:

@@ -9,17 +9,15 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvassay.errors import BudgetError, PolicyError
-from kvassay.policy.base import Memory, Policy
-from kvassay.policy.budget import Allowance, Protection
+from kvassay.policy.base import Memory
+from kvassay.policy.blocks import BlockSelector
 from kvassay.policy.card import Card, Effect, Evidence, When
-from kvassay.policy.checks import at_least, one_of
-from kvassay.policy.readset import ReadSet
+from kvassay.policy.checks import one_of
 from kvassay.policy.views import BlockView, LayerView
 
 
 @dataclass(frozen=True)
-class Quest(Policy):
+class Quest(BlockSelector):
     """Per page and KV head, the minimum and maximum of each key channel bound every logit from above.
 
     block: page size in tokens (paper: 16), a multiple of the cache's block size
@@ -52,7 +50,7 @@ class Quest(Policy):
     )
 
     def __post_init__(self) -> None:
-        at_least(self, block=1, dense_layers=0)
+        super().__post_init__()
         one_of(self, "heads", "max", "sum", "q")
 
     def summarize(self, block: BlockView) -> Mapping[str, Tensor]:
@@ -62,23 +60,9 @@ class Quest(Policy):
             "high": _round_up(block.keys.amax(dim=2)),
         }
 
-    def read(
-        self, layer: LayerView, query: Tensor, memory: Memory, budget: Allowance, previous: ReadSet | None
-    ) -> ReadSet | None:
-        """The top pages by bound: unit `block`, [queries, kv_heads | q_heads, budget.tokens // block]."""
-        if budget.covers_all or layer.index < self.dense_layers:
-            return None
-        pages = int(layer.slots.max()) // self.block + 1
-        take = self._pages(budget)
-        if pages <= take:
-            return None
-        bound = self.bounds(layer, query)
-        bound = torch.nn.functional.pad(bound, (0, pages - bound.shape[-1]), value=torch.inf)
-        forced = self._forced(layer, pages)
-        if self.heads == "q":
-            forced = forced.repeat_interleave(layer.layer.q_heads // layer.kv_heads, dim=0)
-        index = bound.masked_fill(forced[:, None], torch.inf).topk(take, dim=-1).indices
-        return ReadSet(index.transpose(0, 1), unit=self.block)
+    def ranks(self, layer: LayerView, query: Tensor, memory: Memory) -> Tensor:
+        """The bounds."""
+        return self.bounds(layer, query)
 
     def bounds(self, layer: LayerView, query: Tensor) -> Tensor:
         """Upper bounds of the unscaled logits of full pages: float [kv_heads | q_heads, queries, pages].
@@ -86,47 +70,13 @@ class Quest(Policy):
         The bound sum_d max(q_d * low_d, q_d * high_d) is two matrix products: q's positive part with
         `high`, its negative part with `low`.
         """
-        per_page, spare = divmod(self.block, layer.block_size)
-        if spare:
-            raise PolicyError(
-                f"policy 'quest': block={self.block}, must be a multiple of the cache's block size {layer.block_size}"
-            )
-        low, high = (_pool(layer.side_data(n).float(), per_page, n) for n in ("low", "high"))
+        low, high = (self.grouped(layer.side_data(name).float(), layer) for name in ("low", "high"))
+        low, high = low.amin(1).transpose(0, 1), high.amax(1).transpose(0, 1)
         q = query.unflatten(0, (layer.kv_heads, -1))
         bound = q.clamp(min=0) @ high.mT[:, None] + q.clamp(max=0) @ low.mT[:, None]
         if self.heads == "q":
             return bound.flatten(0, 1)
         return bound.amax(1) if self.heads == "max" else bound.sum(1)
-
-    def _pages(self, budget: Allowance) -> int:
-        """Pages the budget allows; `BudgetError` if, at some alignment, the forced pages alone may exceed them."""
-        take, forced = budget.tokens // self.block, _most_forced(budget.protection, self.block)
-        if take < forced:
-            raise BudgetError(
-                f"policy 'quest': {budget.tokens} tokens are {take} pages of {self.block}, the protected tokens "
-                f"and the page still filling take up to {forced}; raise the budget or protect fewer"
-            )
-        return take
-
-    def _forced(self, layer: LayerView, pages: int) -> Tensor:
-        """bool [kv_heads, pages]: pages that hold a protected token, and the last."""
-        ordinal = layer.slots.clamp(min=0) // self.block
-        count = torch.zeros(layer.kv_heads, pages).scatter_add_(1, ordinal, layer.protected.float())
-        count[:, -1] = 1
-        return count > 0
-
-
-def _most_forced(protection: Protection, block: int) -> int:
-    """The most pages that sinks, recent tokens and the page still filling can touch, over all lengths."""
-    sink = -(-protection.sink // block)
-    return sink + (max(protection.recent, 1) + block - 2) // block + 1
-
-
-def _pool(bounds: Tensor, per_page: int, name: str) -> Tensor:
-    """Bounds of pages [kv_heads, pages, dim] from those of cache blocks [blocks, kv_heads, dim]."""
-    whole = bounds.shape[0] // per_page * per_page
-    grouped = bounds[:whole].unflatten(0, (-1, per_page)) if whole else bounds.new_zeros(0, 1, *bounds.shape[1:])
-    return (grouped.amin(1) if name == "low" else grouped.amax(1)).transpose(0, 1)
 
 
 def _round_up(x: Tensor) -> Tensor:

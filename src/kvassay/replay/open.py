@@ -32,6 +32,7 @@ from kvassay.policy.card import Prefill, When
 from kvassay.policy.views import CacheView, LayerView, Meter
 from kvassay.replay import asking
 from kvassay.replay.arms import Arm
+from kvassay.replay.bytes import read_bytes
 from kvassay.replay.calibration import fit_offline
 from kvassay.replay.evidence import after_prefill, sinks_of
 from kvassay.replay.lane import Lane, scope_of
@@ -208,6 +209,9 @@ class _OpenLoop:
                     in_scope=stage.layer in run.scope,
                     output_error=deviation.output_error,
                     retained_mass=deviation.retained_mass,
+                    read_bytes=(deviation.read + deviation.scanned) / deviation.queries,
+                    scan_bytes=deviation.scanned / deviation.queries,
+                    dense_bytes=deviation.dense / deviation.queries,
                 )
         lane.free()
 
@@ -234,7 +238,7 @@ class _OpenLoop:
     ) -> None:
         """Queries [q_heads, n, k_dim] of positions from `start` on, the newest of both sequences."""
         positions = torch.arange(start, start + q.shape[1])
-        chosen, _, data = asking.select(lane, stage.layer, q)
+        chosen, scanned, data = asking.select(lane, stage.layer, q)
         data = data or stage.cache.stored(lane.seq, stage.layer, q.shape[1])
         seen = asking.seen(lane, reader, data, positions, chosen)
         base = stage.cache.stored(dense, stage.layer, q.shape[1])
@@ -246,6 +250,16 @@ class _OpenLoop:
             attend(q, base, everything, scale=layer.scale, softcap=layer.softcap, sinks=sinks),
             retained_share(weights, base, data, seen),
         )
+        read, full = (
+            self._read_bytes(stage, seq, at, rows)
+            for seq, at, rows in ((lane.seq, data, seen), (dense, base, everything))
+        )
+        deviation.charge(read, scanned * q.shape[1], full, q.shape[1])
+
+    def _read_bytes(self, stage: Stage, seq: int, data: Stored, seen: Tensor) -> float:
+        """Bytes of what all queries read: of `seen` [heads, queries, tokens] the union over a KV head's query heads."""
+        union = seen.view(data.positions.shape[0], -1, *seen.shape[1:]).any(1)
+        return read_bytes(stage.cache, seq, stage.layer, data, union)[0]
 
     def _everything(self, reader: int, data: Stored, positions: Tensor) -> Tensor:
         layout = self.trace.layout

@@ -15,6 +15,7 @@ from kvassay.policy.card import Card
 NOTES = (
     "error: ||arm - dense|| / ||dense|| of the attention output on the recorded queries; lower is better",
     "mass: share of dense's attention mass on the tokens the arm may read; higher is better",
+    "read: bytes the queries read (K, V, side data, metadata, scoring scan) / dense's; lower is better",
     "means and worst layers are over the layers an arm may act on; errors do not add up over layers here",
 )
 
@@ -25,7 +26,7 @@ def fidelity_tables(found: Screening) -> Group:
     what = f"{found.trace.path.name}: {header.model.name}, {header.recipe.name}, {header.prefix.tokens} tokens"
     table = Table(title=f"{what}, branches: {len(header.branches)}, open loop", title_justify="left")
     table.add_column("arm", overflow="fold")
-    for head in ("error", "worst", "layer", "mass", "least", "layer", "layers"):
+    for head in ("error", "worst", "layer", "mass", "least", "layer", "read", "layers"):
         table.add_column(head, justify="right")
     table.add_column("kind")
     for arm, line in zip(found.arms, found.lines, strict=True):
@@ -37,6 +38,7 @@ def fidelity_tables(found: Screening) -> Group:
             f"{line.retained_mass:.4f}",
             f"{line.least_mass:.4f}",
             str(line.least_layer),
+            f"{line.read_fraction:.3f}",
             str(line.layers),
             kind(arm.policy.card),
         )

@@ -1,0 +1,103 @@
+"""What policies that read whole blocks share: budget, forced blocks, and the top of a ranking."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvassay.errors import BudgetError, PolicyError
+from kvassay.policy.base import Memory, Policy
+from kvassay.policy.budget import Allowance, Protection
+from kvassay.policy.checks import at_least
+from kvassay.policy.readset import ReadSet
+from kvassay.policy.views import LayerView
+
+
+@dataclass(frozen=True)
+class BlockSelector(Policy):
+    """Reads the forced blocks and then those of highest `ranks`, `budget.tokens // block` in all.
+
+    Forced, inside the budget: blocks with protected tokens, and the `forced_ends` of the method itself.
+    A block that has no rank yet (it has just filled) is read.
+
+    block: block size in tokens, a multiple of the cache's block size
+    dense_layers: the first layers read everything
+    """
+
+    block: int = 16
+    dense_layers: int = 0
+
+    def __post_init__(self) -> None:
+        at_least(self, block=1, dense_layers=0)
+
+    @property
+    def forced_ends(self) -> tuple[int, int]:
+        """Blocks that the method always reads: of the start, and of the end; the block still filling is the last."""
+        return 0, 1
+
+    def ranks(self, layer: LayerView, query: Tensor, memory: Memory) -> Tensor:
+        """Rank of each full block, higher is read: float [kv_heads or q_heads, queries, blocks].
+
+        It may cover the block that holds the newest token or not: that one is read anyway.
+        """
+        raise PolicyError(f"policy '{self.card.name}' ranks no blocks")
+
+    def read(
+        self, layer: LayerView, query: Tensor, memory: Memory, budget: Allowance, previous: ReadSet | None
+    ) -> ReadSet | None:
+        """The chosen blocks: unit `block`, [queries, kv_heads or q_heads, budget.tokens // block]."""
+        if budget.covers_all or layer.index < self.dense_layers:
+            return None
+        blocks, take = self.held(layer), self._take(budget)
+        if blocks <= take:
+            return None
+        rank = self.ranks(layer, query, memory)
+        rank = torch.nn.functional.pad(rank, (0, blocks - rank.shape[-1]), value=torch.inf)
+        forced = self._forced(layer, blocks).repeat_interleave(rank.shape[0] // layer.kv_heads, dim=0)
+        index = rank.masked_fill(forced[:, None], torch.inf).topk(take, dim=-1).indices
+        return ReadSet(index.transpose(0, 1), unit=self.block)
+
+    def held(self, layer: LayerView) -> int:
+        """Blocks of a layer, the one still filling included."""
+        return int(layer.slots.max()) // self.block + 1
+
+    def grouped(self, side: Tensor, layer: LayerView, dim: int = 0) -> Tensor:
+        """Rows of cache blocks along `dim` as whole blocks of this policy: `dim` becomes [blocks, cache blocks each].
+
+        Raises `PolicyError` unless `block` is a multiple of the cache's block size.
+        """
+        per, spare = divmod(self.block, layer.block_size)
+        if spare:
+            raise PolicyError(
+                f"policy '{self.card.name}': block={self.block}, must be a multiple of the cache's block size "
+                f"{layer.block_size}"
+            )
+        whole = side.shape[dim] // per
+        return side.narrow(dim, 0, whole * per).unflatten(dim, (whole, per))
+
+    def _take(self, budget: Allowance) -> int:
+        """Blocks the budget allows; `BudgetError` if, at some alignment, the forced ones alone may exceed them."""
+        take, forced = budget.tokens // self.block, _most_forced(budget.protection, self.block, *self.forced_ends)
+        if take < forced:
+            raise BudgetError(
+                f"policy '{self.card.name}': {budget.tokens} tokens are {take} blocks of {self.block}; the blocks it "
+                f"always reads, and those of protected tokens, take up to {forced}; raise the budget or protect fewer"
+            )
+        return take
+
+    def _forced(self, layer: LayerView, blocks: int) -> Tensor:
+        """bool [kv_heads, blocks]: blocks that hold a protected token, and the method's own."""
+        ordinal = layer.slots.clamp(min=0) // self.block
+        count = torch.zeros(layer.kv_heads, blocks).scatter_add_(1, ordinal, layer.protected.float())
+        first, last = self.forced_ends
+        count[:, :first] = 1
+        count[:, blocks - last :] = 1
+        return count > 0
+
+
+def _most_forced(protection: Protection, block: int, first: int, last: int) -> int:
+    """The most blocks that are forced at the start and at the end, over all lengths."""
+    start = max(first, -(-protection.sink // block))
+    return start + max(last, (max(protection.recent, 1) + block - 2) // block + 1)
