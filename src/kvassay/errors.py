@@ -38,6 +38,10 @@ class LedgerCorrupt(CacheError):
     """`check()` found a broken invariant; the numbers are in the message."""
 
 
+class KernelError(KvassayError):
+    """There is no attention kernel for a device, or none for data of this form."""
+
+
 class TraceError(KvassayError):
     """A trace folder is missing, truncated, of another schema version, or not what its hashes say."""
 
@@ -68,6 +72,10 @@ class RecordError(KvassayError):
 
 class ExperimentError(KvassayError):
     """An experiment file or run folder is wrong."""
+
+
+class HardwareError(KvassayError):
+    """A hardware file is unknown, wrong, or says nothing of what is asked."""
 
 
 class GateError(KvassayError):

@@ -779,7 +779,7 @@ class TestCheck:
     @pytest.mark.parametrize(
         ("damage", "message"),
         [
-            (lambda ledger, s, t: ledger.pool._refs.__setitem__(1, 2), "reference count 2, 1 tables"),
+            (lambda ledger, s, t: ledger.pool.acquire([1]), "reference count 2, 1 tables"),
             (lambda ledger, s, t: t.blocks.pop(), "1 tables|0 tables"),
             (lambda ledger, s, t: t.blocks.__setitem__(0, t.blocks[0]._replace(generation=7)), "generation 7"),
             (lambda ledger, s, t: setattr(t, "slots", 8), "blocks of 4 for 8 slots"),
@@ -823,3 +823,22 @@ def _remap(table, layer: int, entries: list[list[int]]) -> None:
     from kvassay.cache.address import LayerMap
 
     table.maps[layer] = LayerMap(np.array(entries, dtype=np.int32))
+
+
+class TestLookAhead:
+    def test_a_fork_does_not_share_reserved_blocks_and_a_rollback_gives_them_back(self) -> None:
+        ledger = Ledger([FULL], 20)
+        seq, _ = ledger.create([])
+        ledger.append(seq, range(6), lookahead=7)
+        assert (ledger.table(seq, 0), ledger.used_slots(seq, 0)) == ((1, 2, 3, 4), 6)
+        child = ledger.fork(seq)
+        assert ledger.table(child, 0) == (1, 2)
+        assert [ledger.pool.ref(i) for i in (1, 2, 3, 4)] == [2, 2, 1, 1]
+        ledger.check()
+        assert ledger.append(seq, [6, 7, 8]) == [CopyBlock(0, 2, 5)]
+        assert ledger.table(seq, 0) == (1, 5, 3, 4)
+        ledger.append(seq, [9, 10], committed=False)
+        ledger.rollback(seq, 1)
+        assert ledger.table(seq, 0) == (1, 5, 3)
+        assert ledger.pool.free_order()[0] == 4
+        ledger.check()

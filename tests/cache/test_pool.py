@@ -94,6 +94,11 @@ def test_double_free_is_refused_whole() -> None:
     with pytest.raises(CacheError, match=r"double free: block 2 has 1 owners, 2 leave"):
         pool.release([1, 2, 2])
     assert (pool.ref(1), pool.ref(2)) == (1, 1)
+    pool.set_hash(2, b"h")
+    with pytest.raises(CacheError, match=r"double free: block 1 has 1 owners, 2 leave"):
+        pool.release([2, 1, 1])
+    assert pool.counts() == PoolCounts(1, 1, 0, 2, 4)
+    pool.check()
     pool.release([1])
     with pytest.raises(CacheError, match=r"double free: block 1 has 0 owners"):
         pool.release([1])
@@ -176,9 +181,7 @@ def test_random_use_agrees_with_a_plain_model(seed: int) -> None:
         elif action == "drop":
             block_id = rng.randint(1, 7)
             pool.drop_hash(block_id)
-            if hashes.pop(block_id, None) is not None and block_id in queue:
-                queue.remove(block_id)
-                queue.insert(0, block_id)
+            hashes.pop(block_id, None)
         pool.check()
         assert pool.free_order() == queue
         assert {i: pool.ref(i) for i in refs} == refs
@@ -192,8 +195,9 @@ def test_random_use_agrees_with_a_plain_model(seed: int) -> None:
     "damage",
     [
         lambda pool: pool._refs.__setitem__(1, 0),
-        lambda pool: pool._queue.pop(3),
-        lambda pool: pool._queue.update({1: None}),
+        lambda pool: pool._clean.remove(3),
+        lambda pool: pool._clean.append(4),
+        lambda pool: pool._tail.update({1: None}),
         lambda pool: pool._hashes.__setitem__(2, b"x"),
         lambda pool: pool._copies.clear(),
         lambda pool: setattr(pool, "_free_cached", 1),

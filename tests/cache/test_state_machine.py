@@ -149,9 +149,9 @@ class LedgerMachine(RuleBasedStateMachine):
                         meaning = (group.index, e.salt, tuple(e.tokens[:end]))
                         assert self.known_hashes.setdefault(found, meaning) == meaning
 
-    def append_tokens(self, seq: int, tokens: list[int], committed: bool) -> bool:
+    def append_tokens(self, seq: int, tokens: list[int], committed: bool, lookahead: int = 0) -> bool:
         e, first = self.expected[seq], len(self.expected[seq].tokens)
-        ops = self.attempt(self.ledger.append, seq, tokens, committed)
+        ops = self.attempt(self.ledger.append, seq, tokens, committed, lookahead)
         if ops is None:
             return False
         self.store.run(ops)
@@ -225,10 +225,14 @@ class LedgerMachine(RuleBasedStateMachine):
                 return
 
     @precondition(lambda self: self.expected)
-    @rule(choice=st.integers(0, 99), tokens=st.lists(st.integers(0, 2), min_size=1, max_size=7))
-    def append(self, choice: int, tokens: list[int]) -> None:
+    @rule(
+        choice=st.integers(0, 99),
+        tokens=st.lists(st.integers(0, 2), min_size=1, max_size=7),
+        lookahead=st.sampled_from([0, 0, 0, 3, 9]),
+    )
+    def append(self, choice: int, tokens: list[int], lookahead: int) -> None:
         seq = self.pick(choice)
-        appended = self.append_tokens(seq, tokens, committed=True)
+        appended = self.append_tokens(seq, tokens, True, lookahead)
         assert not (appended and self.ledger.uncommitted(seq))
 
     @precondition(lambda self: self.expected)

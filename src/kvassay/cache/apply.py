@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from kvassay.cache.edits import Edit, Merge, Quantize
+from kvassay.cache.edits import Edit, LowRank, Merge, Quantize
 from kvassay.cache.encoded import low_rank, quantized
 from kvassay.cache.ops import Ints
 from kvassay.cache.validate import Ground, Plan, validate
@@ -90,10 +90,18 @@ def _encode(cache: PagedCache, seq: int, plan: Plan) -> None:
         if isinstance(edit, Quantize):
             run, kind = quantized(_cut(edit, columns), k, v, positions), "quantized"
         else:
-            run, kind = low_rank(edit, k, v, positions, layout.layers[plan.layer].rope), "low_rank"
+            cut = _cut_rows(edit, columns)
+            run, kind = low_rank(cut, k, v, positions, layout.layers[plan.layer].rope), "low_rank"
         nbytes = max(1, round(run.size.total(layout.element_bytes)))
         segment = cache.ledger.encode(seq, plan.layer, _rows(plan, scope), nbytes, kind, allow_window=True)
         cache.keep_encoded(segment, run.packed_left())
+
+
+def _cut_rows(edit: LowRank, columns: Tensor) -> LowRank:
+    """The edit with the keys before its norm for some columns only."""
+    if edit.key_norm is None:
+        return edit
+    return replace(edit, key_norm=replace(edit.key_norm, rows=edit.key_norm.rows[:, columns]))
 
 
 def _cut(edit: Quantize, columns: Tensor) -> Quantize:

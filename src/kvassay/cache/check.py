@@ -55,7 +55,7 @@ def _check_table(ledger: Tables, s: SequenceState, table: Table, where: str) -> 
         raise LedgerCorrupt(f"{where}: {s.committed} committed of {length} tokens in {table.slots} slots")
     if table.group.window is not None and table.slots != length:
         raise LedgerCorrupt(f"{where}: a windowed group has {table.slots} slots for {length} tokens")
-    if len(table.blocks) != -(-table.slots // size):
+    if len(table.blocks) != table.filled + table.reserved or NULL_REF in table.blocks[table.filled :]:
         raise LedgerCorrupt(f"{where}: {len(table.blocks)} blocks of {size} for {table.slots} slots")
     for ref in table.blocks:
         if ref != NULL_REF and ledger.pool.generation(ref.id) != ref.generation:

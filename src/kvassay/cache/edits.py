@@ -61,14 +61,31 @@ class Quantize:
 
 
 @dataclass(frozen=True)
+class KeyNorm:
+    """The RMS norm per head that a model applies between its key projection and the rotation.
+
+    weight: float [D], what a normalised key is multiplied with
+    eps: added to the mean square
+    rows: float [H, n, D], the keys before the norm, which cannot be had back from what is cached
+    """
+
+    weight: Tensor
+    eps: float
+    rows: Tensor
+
+
+@dataclass(frozen=True)
 class LowRank:
     """Store coefficients in place of keys and values; they are rebuilt when read.
 
     head_groups: KV heads that share one basis, e.g. ((0, 1, 2),)
+    value_groups: the same for values, where it differs
     key_encode / value_encode: per head group a tensor [heads * D, rank]; None leaves that side as it is
     key_decode / value_decode: per head group a tensor [rank, heads * D]
     domain: "post_rope" (keys as cached) or "pre_rope" (un-rotated first, rotated again when read)
     tokens: bool [n], the scope; None = every token of the view
+    key_bias / value_bias: float [H, D], taken off before the coefficients are and added when they are rebuilt
+    key_norm: the coefficients are of the keys before this norm, which is applied when they are rebuilt; "pre_rope" only
     """
 
     head_groups: tuple[tuple[int, ...], ...]
@@ -78,6 +95,10 @@ class LowRank:
     value_decode: tuple[Tensor, ...] | None
     domain: Literal["post_rope", "pre_rope"] = "post_rope"
     tokens: Tensor | None = None
+    value_groups: tuple[tuple[int, ...], ...] | None = None
+    key_bias: Tensor | None = None
+    value_bias: Tensor | None = None
+    key_norm: KeyNorm | None = None
 
 
 @dataclass(frozen=True)

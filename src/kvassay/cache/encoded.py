@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvassay.cache.codec import Axis, ChannelGroups, Code, Coefficients, Encoder, Float8, Mixed, Raw, Size, TokenGroups
-from kvassay.cache.edits import LowRank, Quantize
+from kvassay.cache.edits import KeyNorm, LowRank, Quantize
 from kvassay.cache.rope import rotate, unrotate
 from kvassay.layout.model import Rope
 
@@ -57,6 +57,33 @@ class Encoded:
         return self.key.size + self.value.size
 
 
+@dataclass(frozen=True)
+class Restored:
+    """A code of rows [heads, tokens, dim] without their bias and before their norm, both put back when decoded."""
+
+    code: Code
+    bias: Tensor | None
+    norm: KeyNorm | None
+
+    def decode(self) -> Tensor:
+        """float [heads, tokens, dim]."""
+        x = with_bias(self.code.decode(), self.bias)
+        if self.norm is None:
+            return x
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.norm.eps)
+        return x * scale * self.norm.weight.to(x.dtype)
+
+    @property
+    def size(self) -> Size:
+        """Of the code: bias and norm are the model's."""
+        return self.code.size
+
+
+def with_bias(x: Tensor, bias: Tensor | None, sign: int = 1) -> Tensor:
+    """Rows x [heads, tokens, dim] with bias [heads, dim] added, or taken off."""
+    return x if bias is None else x + sign * bias.to(x.dtype)[:, None]
+
+
 def quantized(edit: Quantize, k: Tensor, v: Tensor, positions: Tensor) -> Encoded:
     """Encode k, v [kv_heads, n, dim] of tokens at `positions` [kv_heads, n] (-1 = not there).
 
@@ -76,10 +103,23 @@ def low_rank(edit: LowRank, k: Tensor, v: Tensor, positions: Tensor, rope: Rope 
     keys = unrotate(k, positions, rope) if before else k
     return Encoded(
         positions,
-        _project(keys, edit.head_groups, edit.key_encode, edit.key_decode),
-        _project(v, edit.head_groups, edit.value_encode, edit.value_decode),
+        low_rank_keys(edit, keys if edit.key_norm is None else edit.key_norm.rows.to(k.dtype)),
+        low_rank_values(edit, v),
         rope if before else None,
     )
+
+
+def low_rank_keys(edit: LowRank, keys: Tensor) -> Code:
+    """Coefficients of keys [kv_heads, n, dim] in the edit's domain, before the norm if it has one."""
+    code = _project(with_bias(keys, edit.key_bias, -1), edit.head_groups, edit.key_encode, edit.key_decode)
+    return Restored(code, edit.key_bias, edit.key_norm)
+
+
+def low_rank_values(edit: LowRank, values: Tensor) -> Code:
+    """Coefficients of values [kv_heads, n, dim]."""
+    groups = edit.value_groups or edit.head_groups
+    code = _project(with_bias(values, edit.value_bias, -1), groups, edit.value_encode, edit.value_decode)
+    return Restored(code, edit.value_bias, None)
 
 
 def _project(

@@ -139,7 +139,7 @@ class Ledger(Views):
             return []
         stay = min(_first_hole(array) for array in entries.values()) // size
         old, table.blocks = table.blocks, self._destinations(table, stay, -(-width // size))
-        table.slots = width
+        table.slots, table.reserved = width, 0
         ops: list[Op] = []
         for layer, array in entries.items():
             packed = np.full((len(array), width), EMPTY, dtype=np.int32)

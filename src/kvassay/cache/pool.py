@@ -8,26 +8,23 @@ allocation gets a new generation, so that a stale reference can be told from a l
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import islice
+from typing import NamedTuple, NoReturn
 
 from kvassay.errors import CacheError, LedgerCorrupt, PoolExhausted
 
 NULL_BLOCK = 0
 
 
-@dataclass(frozen=True)
-class BlockStored:
+class BlockStored(NamedTuple):
     """Block `block_id` now holds the content that `hash` names (one event per physical copy)."""
 
     hash: bytes
     block_id: int
 
 
-@dataclass(frozen=True)
-class BlockRemoved:
+class BlockRemoved(NamedTuple):
     """The last copy of the content that `hash` names is gone."""
 
     hash: bytes
@@ -63,13 +60,16 @@ class BlockPool:
         self._generations = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._copies: dict[bytes, dict[int, None]] = {}
-        self._queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        # The free queue in two parts: freed without a hash, the next to reuse last; behind them, in order,
+        # those freed with a hash, of which all but `_free_cached` lost it since.
+        self._clean = list(range(num_blocks - 1, 0, -1))
+        self._tail: dict[int, None] = {}
         self._free_cached = 0
 
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` can hand out now, cached ones included."""
-        return len(self._queue)
+        return len(self._clean) + len(self._tail)
 
     def ref(self, block_id: int) -> int:
         """Reference count of a block; the null block's is always 0."""
@@ -85,12 +85,12 @@ class BlockPool:
 
     def free_order(self) -> list[int]:
         """Free blocks in the order in which they would be reused."""
-        return list(self._queue)
+        return [*reversed(self._clean), *self._tail]
 
     def counts(self) -> PoolCounts:
         """Blocks by state, in O(1)."""
-        clean = len(self._queue) - self._free_cached
-        used = self.num_blocks - 1 - len(self._queue)
+        clean = self.num_free - self._free_cached
+        used = self.num_blocks - 1 - self.num_free
         return PoolCounts(1, clean, self._free_cached, used, self.num_blocks)
 
     def allocate(self, n: int) -> list[int]:
@@ -101,27 +101,29 @@ class BlockPool:
         """
         if n < 0:
             raise CacheError(f"cannot allocate {n} blocks")
-        if n > len(self._queue):
-            raise exhausted(n, len(self._queue), self.num_blocks)
-        taken = []
-        for _ in range(n):
-            block_id = next(iter(self._queue))
+        if n > self.num_free:
+            raise exhausted(n, self.num_free, self.num_blocks)
+        start = max(len(self._clean) - n, 0)
+        taken = self._clean[start:][::-1]
+        del self._clean[start:]
+        for block_id in list(islice(self._tail, n - len(taken))):
             self.drop_hash(block_id)
-            del self._queue[block_id]
+            del self._tail[block_id]
+            taken.append(block_id)
+        for block_id in taken:
             self._refs[block_id] = 1
             self._generations[block_id] += 1
-            taken.append(block_id)
         return taken
 
     def acquire(self, ids: Iterable[int]) -> None:
         """Add one reference per id; a free block must be cached to be acquired, and leaves the queue."""
         ids = list(ids)
         for block_id in ids:
-            if self._real(block_id) in self._queue and self._hashes[block_id] is None:
+            if self.ref(self._real(block_id)) == 0 and self._hashes[block_id] is None:
                 raise CacheError(f"block {block_id} is free and holds nothing: it cannot be acquired")
         for block_id in ids:
             if self._refs[block_id] == 0:
-                del self._queue[block_id]
+                del self._tail[block_id]
                 self._free_cached -= 1
             self._refs[block_id] += 1
 
@@ -132,21 +134,22 @@ class BlockPool:
         a hash go to the head of the queue, the others to its tail, both in the order given.
         """
         ids = list(ids)
-        for block_id, n in Counter(ids).items():
-            if self._refs[self._real(block_id)] < n:
-                raise CacheError(f"double free: block {block_id} has {self._refs[block_id]} owners, {n} leave")
-        clean = []
-        for block_id in ids:
-            self._refs[block_id] -= 1
-            if self._refs[block_id]:
-                continue
-            if self._hashes[block_id] is None:
-                clean.append(block_id)
+        refs, hashes, tail, clean = self._refs, self._hashes, self._tail, list[int]()
+        queued = len(tail)
+        for at, block_id in enumerate(ids):
+            left = refs[block_id] - 1 if 0 < block_id < self.num_blocks else -1
+            if left > 0:
+                refs[block_id] = left
+            elif left < 0:
+                self._refuse_release(ids, at)
             else:
-                self._queue[block_id] = None
-                self._free_cached += 1
-        for block_id in reversed(clean):
-            self._push_head(block_id)
+                refs[block_id] = 0
+                if hashes[block_id] is None:
+                    clean.append(block_id)
+                else:
+                    tail[block_id] = None
+        self._clean += reversed(clean)
+        self._free_cached += len(tail) - queued
 
     def set_hash(self, block_id: int, block_hash: bytes) -> None:
         """Make a referenced, unhashed block findable by `block_hash` (stored event)."""
@@ -161,7 +164,10 @@ class BlockPool:
         self.events.append(BlockStored(block_hash, block_id))
 
     def drop_hash(self, block_id: int) -> None:
-        """Forget the block's hash, if any; the removed event comes only with the hash's last copy."""
+        """Forget the block's hash, if any; the removed event comes only with the hash's last copy.
+
+        A free block keeps its place in the queue.
+        """
         block_hash = self._hashes[self._real(block_id)]
         if block_hash is None:
             return
@@ -171,9 +177,8 @@ class BlockPool:
         if not copies:
             del self._copies[block_hash]
             self.events.append(BlockRemoved(block_hash))
-        if block_id in self._queue:
+        if self._refs[block_id] == 0:
             self._free_cached -= 1
-            self._push_head(block_id)
 
     def lookup(self, block_hash: bytes) -> int | None:
         """A block that holds this content (the oldest copy), or None; takes no reference."""
@@ -187,8 +192,11 @@ class BlockPool:
     def check(self) -> None:
         """Recount everything from scratch; `LedgerCorrupt` with the numbers if two records disagree."""
         free = {block_id for block_id in range(1, self.num_blocks) if self._refs[block_id] == 0}
-        if free != set(self._queue):
-            raise LedgerCorrupt(f"free queue and reference counts differ on {sorted(free ^ set(self._queue))}")
+        queue = self.free_order()
+        if free != set(queue) or len(queue) != len(free):
+            raise LedgerCorrupt(f"free queue {queue} and unreferenced blocks {sorted(free)} differ")
+        if any(self._hashes[block_id] is not None for block_id in self._clean):
+            raise LedgerCorrupt(f"a hashed block stands among the clean ones: {self._clean}")
         cached = sum(self._hashes[block_id] is not None for block_id in free)
         recount = PoolCounts(1, len(free) - cached, cached, sum(ref > 0 for ref in self._refs[1:]), self.num_blocks)
         if self.counts() != recount or sum(recount[:4]) != recount.total:
@@ -200,9 +208,15 @@ class BlockPool:
         if forward != backward or not all(self._copies.values()):
             raise LedgerCorrupt(f"hash maps differ on blocks {sorted(i for _, i in forward ^ backward)}")
 
-    def _push_head(self, block_id: int) -> None:
-        self._queue[block_id] = None
-        self._queue.move_to_end(block_id, last=False)
+    def _refuse_release(self, ids: list[int], at: int) -> NoReturn:
+        """Take back what `release` did to `ids[:at]`, then raise."""
+        for undone in ids[:at]:
+            if self._refs[undone] == 0:
+                self._tail.pop(undone, None)
+            self._refs[undone] += 1
+        block_id = self._real(ids[at])
+        owners, leaving = self._refs[block_id], ids.count(block_id)
+        raise CacheError(f"double free: block {block_id} has {owners} owners, {leaving} leave")
 
     def _known(self, block_id: int) -> int:
         if not 0 <= block_id < self.num_blocks:

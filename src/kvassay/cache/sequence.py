@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 from kvassay.cache.address import LayerMap, Live, live_slots, materialise
@@ -18,6 +19,7 @@ class BlockRef(NamedTuple):
 
 
 NULL_REF = BlockRef(NULL_BLOCK, 0)
+_ID = itemgetter(0)
 
 
 @dataclass
@@ -33,14 +35,22 @@ class Table:
     """Leading blocks already considered for hashing."""
     expired: int = 0
     """Leading blocks already dropped because the window has passed them."""
+    reserved: int = 0
+    """Blocks at the end without a slot in use, taken for tokens to come."""
 
     def fork(self) -> Table:
-        """A copy that shares the immutable maps."""
-        return Table(self.group, list(self.blocks), self.slots, dict(self.maps), self.hashed, self.expired)
+        """A copy that shares the immutable maps, without the reserved blocks: nobody may share those."""
+        blocks = self.blocks[: self.filled]
+        return Table(self.group, blocks, self.slots, dict(self.maps), self.hashed, self.expired)
+
+    @property
+    def filled(self) -> int:
+        """Blocks with a slot in use."""
+        return -(-self.slots // self.group.block_size)
 
     def held(self) -> list[int]:
         """Ids of the blocks really held, tail first: the order in which they are freed."""
-        return [ref.id for ref in reversed(self.blocks) if ref.id != NULL_BLOCK]
+        return list(filter(None, map(_ID, reversed(self.blocks))))  # the null block is 0
 
 
 @dataclass
@@ -53,6 +63,8 @@ class SequenceState:
     salt: bytes
     chains: dict[int, list[bytes]]
     """Prefix hashes of the committed full blocks, by block size."""
+    boundaries: tuple[int, ...] = ()
+    """Lengths at which a later sequence may resume this one: what sparse retention keeps hashed."""
     dense: bool = True
     """Whether its K/V still follow from its tokens alone; only then are its blocks hashed."""
     segments: dict[int, dict[int, Bools]] = field(default_factory=dict)

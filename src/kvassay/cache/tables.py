@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 
 from kvassay.cache.ops import Bools, CopyBlock, Created, GroupSpec, Op
 from kvassay.cache.pool import NULL_BLOCK, BlockPool, exhausted
-from kvassay.cache.prefix import block_key, extend_chain, longest_hit
+from kvassay.cache.prefix import Hit, alignment, block_key, extend_chain, longest_hit, worth_hashing
+from kvassay.cache.protocol import Pool
 from kvassay.cache.segments import Segments
 from kvassay.cache.sequence import NULL_REF, BlockRef, SequenceState, Table
 from kvassay.errors import CacheError, IllegalEdit
@@ -22,14 +23,29 @@ class Tables:
     them or raise `PoolExhausted` and change nothing.
     """
 
-    def __init__(self, groups: Iterable[GroupSpec], num_blocks: int, caching: bool = True) -> None:
+    def __init__(
+        self,
+        groups: Iterable[GroupSpec],
+        num_blocks: int,
+        caching: bool = True,
+        *,
+        retention_interval: int | None = None,
+        pool: Pool | None = None,
+    ) -> None:
+        """`retention_interval` is vLLM's `prefix_cache_retention_interval` (`worth_hashing` says what it keeps);
+        `pool` replaces the block pool, which then has `num_blocks` blocks.
+        """
         self.groups = tuple(groups)
         layers = [layer for group in self.groups for layer in group.layers]
         if [group.index for group in self.groups] != list(range(len(self.groups))) or not self.groups:
             raise CacheError(f"groups must be numbered 0.., not {[group.index for group in self.groups]}")
         if len(set(layers)) != len(layers):
             raise CacheError(f"a layer belongs to one group only: {sorted(layers)}")
-        self.pool = BlockPool(num_blocks, caching)
+        self.pool: Pool = BlockPool(num_blocks, caching) if pool is None else pool
+        self.step = alignment(self.groups)
+        if retention_interval is not None and (retention_interval < 0 or retention_interval % self.step):
+            raise CacheError(f"retention_interval is {retention_interval}, must be a multiple of {self.step} tokens")
+        self.retention_interval = retention_interval
         self._segments = Segments()
         self._group_of = {layer: group.index for group in self.groups for layer in group.layers}
         self._sequences: dict[int, SequenceState] = {}
@@ -61,62 +77,72 @@ class Tables:
         """The block ids of a sequence in a group, 0 where a block was let go."""
         return tuple(ref.id for ref in self._table(self._sequence(seq), group).blocks)
 
+    def chain(self, seq: int, group: int) -> tuple[bytes, ...]:
+        """Chained hashes of a sequence's committed full blocks, while it hashes at all."""
+        return tuple(self._sequence(seq).chains[self.groups[group].block_size])
+
     def used_slots(self, seq: int, group: int) -> int:
         """Slots in use in a group's table; fewer than tokens after slot reuse or compaction."""
         return self._table(self._sequence(seq), group).slots
 
     # -- life ----------------------------------------------------------------------------------------
 
-    def create(self, token_ids: Sequence[int], salt: bytes = b"") -> Created:
+    def lookup(self, token_ids: Sequence[int], salt: bytes = b"") -> Hit:
+        """The longest cached prefix of `token_ids`, at most all but the last token; takes no reference."""
+        return self._find(token_ids, salt)[0]
+
+    def create(
+        self, token_ids: Sequence[int], salt: bytes = b"", *, prompt_tokens: int | None = None, hit: Hit | None = None
+    ) -> Created:
         """A new sequence holding the longest cached prefix of `token_ids`, at most all but the last token.
 
         Append the rest with `append(seq, token_ids[cached_tokens:])`. Sequences with different `salt`
-        never share.
+        never share. Of `token_ids` the first `prompt_tokens` are the prompt (default: all), which sparse
+        retention keeps resumable; `hit` is what `lookup` said, if nothing changed since.
         """
         tokens = [int(token) for token in token_ids]
-        chains: dict[int, list[bytes]] = {group.block_size: [] for group in self.groups}
-        limit = max(len(tokens) - 1, 0)
-        if self.pool.caching:
-            for block_size, chain in chains.items():
-                extend_chain(chain, tokens, limit, block_size, salt)
-        sizes = [group.block_size for group in self.groups]
-
-        def find(group: int, ordinal: int) -> int | None:
-            chain = chains[sizes[group]]
-            return self.pool.lookup(block_key(chain[ordinal], group)) if ordinal < len(chain) else None
-
-        cached, hits = longest_hit(self.groups, limit, find) if self.pool.caching else (0, [[]] * len(sizes))
-        self.pool.acquire(block_id for ids in hits for block_id in ids if block_id != NULL_BLOCK)
+        found, chains = self._find(tokens, salt, hit)
+        self.pool.acquire(block_id for ids in found.blocks for block_id in ids if block_id != NULL_BLOCK)
         tables = [
             Table(
                 group,
                 [self._reference(block_id) for block_id in ids],
-                cached,
+                found.tokens,
                 hashed=len(ids),
                 expired=ids.count(NULL_BLOCK),
             )
-            for group, ids in zip(self.groups, hits, strict=True)
+            for group, ids in zip(self.groups, found.blocks, strict=True)
         ]
         for block_size, chain in chains.items():
-            del chain[cached // block_size :]
-        return Created(self._add(SequenceState(tokens[:cached], cached, tables, salt, chains)), cached)
+            del chain[found.tokens // block_size :]
+        prompt = len(tokens) if prompt_tokens is None else prompt_tokens
+        boundaries = (prompt - 1, found.boundary)
+        s = SequenceState(tokens[: found.tokens], found.tokens, tables, salt, chains, boundaries)
+        return Created(self._add(s), found.tokens)
 
-    def append(self, seq: int, token_ids: Sequence[int], committed: bool = True) -> list[Op]:
+    def append(self, seq: int, token_ids: Sequence[int], committed: bool = True, lookahead: int = 0) -> list[Op]:
         """Give the next tokens a slot in every group; returns the copies to make before writing there.
 
         Windowed groups first let go of blocks that no later query sees. `committed=False` appends
         speculative tokens, to be settled by `commit` and `rollback` before committed ones may follow.
+        `lookahead` reserves blocks for so many tokens more; they stay in the tables until tokens fill them.
         """
         s = self._edit(seq)
         if committed and s.uncommitted:
             raise IllegalEdit(f"sequence {seq} has {s.uncommitted} uncommitted tokens: settle them first")
         if not len(token_ids):
             return []
-        ops = self._grow(s, s.tables, len(token_ids))
+        ops = self._grow(s, s.tables, len(token_ids), lookahead=lookahead)
         s.tokens.extend(int(token) for token in token_ids)
         if committed:
             self._commit(s, len(token_ids))
         return ops
+
+    def expire(self, seq: int) -> None:
+        """Let go of the blocks that windows have passed, as the next `append` would do first."""
+        s = self._edit(seq)
+        for table in s.tables:
+            self._expire(s, table, self._leaving_window(s, table))
 
     def commit(self, seq: int, n: int) -> None:
         """Accept the first `n` uncommitted tokens; only now may their blocks be hashed."""
@@ -133,9 +159,9 @@ class Tables:
         del s.tokens[-n:]
         for table in s.tables:
             table.slots -= n
-            keep = -(-table.slots // table.group.block_size)
-            self.pool.release([ref.id for ref in reversed(table.blocks[keep:])])
-            del table.blocks[keep:]
+            self.pool.release([ref.id for ref in reversed(table.blocks[table.filled :])])
+            del table.blocks[table.filled :]
+            table.reserved = 0
 
     def fork(self, seq: int) -> int:
         """A second sequence with the same content, by reference counts alone."""
@@ -146,7 +172,8 @@ class Tables:
         self._segments.acquire(s.segment_ids)
         chains = {block_size: list(chain) for block_size, chain in s.chains.items()}
         segments = {layer: dict(masks) for layer, masks in s.segments.items()}
-        return self._add(SequenceState(list(s.tokens), s.committed, tables, s.salt, chains, s.dense, segments))
+        fork = SequenceState(list(s.tokens), s.committed, tables, s.salt, chains, s.boundaries, s.dense, segments)
+        return self._add(fork)
 
     def free(self, seq: int) -> None:
         """End a sequence; its hashed blocks stay findable until they are reused."""
@@ -162,40 +189,63 @@ class Tables:
 
     # -- shared machinery ----------------------------------------------------------------------------
 
-    def _grow(self, s: SequenceState, tables: Sequence[Table], n: int, extra: int = 0) -> list[Op]:
+    def _find(self, tokens: Sequence[int], salt: bytes, hit: Hit | None = None) -> tuple[Hit, dict[int, list[bytes]]]:
+        """The cached prefix (`hit` if already known) and the chains of `tokens`, by block size."""
+        chains: dict[int, list[bytes]] = {group.block_size: [] for group in self.groups}
+        if not self.pool.caching:
+            return Hit(0, [[] for _ in self.groups], 0), chains
+        limit = max(len(tokens) - 1, 0) if hit is None else hit.tokens
+        for block_size, chain in chains.items():
+            extend_chain(chain, tokens, limit, block_size, salt)
+        sizes = [group.block_size for group in self.groups]
+
+        def find(group: int, ordinal: int) -> int | None:
+            return self.pool.lookup(block_key(chains[sizes[group]][ordinal], group))
+
+        return longest_hit(self.groups, limit, find) if hit is None else hit, chains
+
+    def _grow(self, s: SequenceState, tables: Sequence[Table], n: int, extra: int = 0, lookahead: int = 0) -> list[Op]:
         """Make room for `n` more tokens in `tables`, with `extra` further blocks known to be free."""
-        leaving = {table.group.index: self._leaving_window(s, table) for table in s.tables}
-        soon = sum(self.pool.ref(ref.id) == 1 for refs in leaving.values() for ref in refs)
-        self._require(extra + sum(self._blocks_for(table, n) for table in tables), soon)
-        for table in s.tables:
-            self._expire(s, table, leaving[table.group.index])
+        windowed = [(table, self._leaving_window(s, table)) for table in s.tables if table.group.window is not None]
+        soon = sum(self.pool.ref(ref.id) == 1 for _, refs in windowed for ref in refs)
+        fresh = [self._fresh(table, n + lookahead) for table in tables]
+        copies = sum(self._last_is_shared(table) for table in tables)
+        self._require(extra + copies + sum(fresh), soon)
+        for table, leaving in windowed:
+            self._expire(s, table, leaving)
         ops: list[Op] = []
-        for table in tables:
+        for table, need in zip(tables, fresh, strict=True):
             if table.slots % table.group.block_size:
-                ops += self._make_writable(table, len(table.blocks) - 1)
-            fresh = -(-(table.slots + n) // table.group.block_size) - len(table.blocks)
-            table.blocks += self._allocate(fresh)
+                ops += self._make_writable(table, table.filled - 1)
+            if need:
+                table.blocks += self._allocate(need)
             table.slots += n
+            table.reserved = len(table.blocks) - table.filled
         return ops
 
-    def _blocks_for(self, table: Table, n: int) -> int:
-        fresh = -(-(table.slots + n) // table.group.block_size) - len(table.blocks)
+    def _fresh(self, table: Table, n: int) -> int:
+        """Blocks to take for `n` more slots."""
+        return max(-(-(table.slots + n) // table.group.block_size) - len(table.blocks), 0)
+
+    def _last_is_shared(self, table: Table) -> bool:
         partial = table.slots % table.group.block_size != 0
-        return fresh + (partial and self.pool.ref(table.blocks[-1].id) > 1)
+        return partial and self.pool.ref(table.blocks[table.filled - 1].id) > 1
 
     def _leaving_window(self, s: SequenceState, table: Table) -> list[BlockRef]:
         """Blocks no committed or later query sees, tail first; judged by committed tokens, as those stay."""
         last = s.window_low(table, s.committed) // table.group.block_size
+        if last <= table.expired:
+            return []
         return [ref for ref in reversed(table.blocks[table.expired : last]) if ref != NULL_REF]
 
     def _expire(self, s: SequenceState, table: Table, leaving: list[BlockRef]) -> None:
-        last = s.window_low(table, s.committed) // table.group.block_size
+        low = s.window_low(table, s.committed)
+        last = low // table.group.block_size
         if last > table.expired:
             table.blocks[table.expired : last] = [NULL_REF] * (last - table.expired)
             table.expired = last
-        self.pool.release(ref.id for ref in leaving)
-        low = s.window_low(table, s.committed)
-        for layer in table.group.layers if low else ():
+            self.pool.release(ref.id for ref in leaving)
+        for layer in table.group.layers if low and s.segments else ():
             for segment, mask in list(s.masks(layer).items()):
                 self._keep_in_segment(s, segment, mask & (self._segments.get(segment).positions >= low))
 
@@ -239,13 +289,17 @@ class Tables:
             return
         for block_size, chain in s.chains.items():
             extend_chain(chain, s.tokens, s.committed, block_size, s.salt)
+        findable = s.committed // self.step * self.step
+        if findable <= s.committed - n:
+            return
         for table in s.tables:
-            chain = s.chains[table.group.block_size]
-            for ordinal in range(table.hashed, len(chain)):
+            chain, full = s.chains[table.group.block_size], findable // table.group.block_size
+            todo = range(table.hashed, full)
+            for ordinal in worth_hashing(table.group, todo, self.step, self.retention_interval, s.boundaries):
                 block_id = table.blocks[ordinal].id
                 if block_id != NULL_BLOCK and self.pool.hash_of(block_id) is None:
                     self.pool.set_hash(block_id, block_key(chain[ordinal], table.group.index))
-            table.hashed = len(chain)
+            table.hashed = max(table.hashed, full)
 
     def _check_uncommitted(self, seq: int, s: SequenceState, n: int) -> None:
         if not 0 <= n <= s.uncommitted:

@@ -212,29 +212,50 @@ def _check_widths(ground: Ground, edit: Quantize) -> None:
 
 def _check_low_rank(ground: Ground, edit: LowRank, scope: Tensor) -> None:
     kv = ground.layer.kv
-    named = sorted(head for group in edit.head_groups for head in group)
-    if named != list(range(kv.kv_heads)):
-        raise ground.refusal(f"LowRank.head_groups name heads {named}, each of 0..{kv.kv_heads - 1} once needed")
+    value_groups = edit.value_groups or edit.head_groups
+    for field, groups in (("head_groups", edit.head_groups), ("value_groups", value_groups)):
+        named = sorted(head for group in groups for head in group)
+        if named != list(range(kv.kv_heads)):
+            raise ground.refusal(f"LowRank.{field} name heads {named}, each of 0..{kv.kv_heads - 1} once needed")
     columns = scope.any(0)
     if bool((columns & ~scope.all(0)).any()):
         raise ground.refusal(f"LowRank needs the same tokens in every head, its scope has {scope.sum(1).tolist()}")
-    for group in edit.head_groups:
+    for group in (*edit.head_groups, *value_groups):
         shared = ground.data.positions[list(group)][:, columns]
         if bool((shared != shared[:1]).any()):
             raise ground.refusal(f"LowRank needs the same tokens in heads {list(group)}, which share a basis")
     sides = {
-        "key": (edit.key_encode, edit.key_decode, kv.k_dim),
-        "value": (edit.value_encode, edit.value_decode, kv.v_dim),
+        "key": (edit.head_groups, edit.key_encode, edit.key_decode, kv.k_dim),
+        "value": (value_groups, edit.value_encode, edit.value_decode, kv.v_dim),
     }
-    if all(encode is None for encode, _, _ in sides.values()):
+    if all(encode is None for _, encode, _, _ in sides.values()):
         raise ground.refusal("LowRank encodes neither keys nor values")
-    for side, (encode, decode, dim) in sides.items():
+    for side, (groups, encode, decode, dim) in sides.items():
         if (encode is None) != (decode is None):
             raise ground.refusal(f"LowRank gives one of {side}_encode and {side}_decode, both or neither needed")
         if encode is not None and decode is not None:
-            _check_bases(ground, edit.head_groups, side, encode, decode, dim)
+            _check_bases(ground, groups, side, encode, decode, dim)
+    _check_affine(ground, edit)
     if edit.domain == "pre_rope" and ground.layer.rope is not None:
         inverse_frequencies(ground.layer.rope)
+
+
+def _check_affine(ground: Ground, edit: LowRank) -> None:
+    """Biases [kv_heads, dim], and a norm of the right width with a row per cached key."""
+    kv = ground.layer.kv
+    for side, bias, dim in (("key", edit.key_bias, kv.k_dim), ("value", edit.value_bias, kv.v_dim)):
+        if bias is not None and tuple(bias.shape) != (kv.kv_heads, dim):
+            raise ground.refusal(f"LowRank.{side}_bias {list(bias.shape)}, {[kv.kv_heads, dim]} needed")
+    if edit.key_norm is None:
+        return
+    if edit.domain != "pre_rope" or edit.key_encode is None:
+        raise ground.refusal("LowRank.key_norm comes before the rotation: domain 'pre_rope' and key bases needed")
+    rows, needed = edit.key_norm.rows, ground.data.k.shape
+    if rows.shape != needed or tuple(edit.key_norm.weight.shape) != (kv.k_dim,):
+        raise ground.refusal(
+            f"LowRank.key_norm has rows {list(rows.shape)} and weight {list(edit.key_norm.weight.shape)}, "
+            f"{list(needed)} and {[kv.k_dim]} needed"
+        )
 
 
 def _check_bases(
