@@ -39,17 +39,34 @@ def test_json_is_the_roofline_of_a_file_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_the_table_says_modelled_and_where_the_numbers_are_from() -> None:
-    shown = " ".join(invoke("smollm2-135m", "--context", "8k", "--hardware", "h200", "--hardware", "mi300x").split())
+    arguments = ("smollm2-135m", "--context", "8k", "--parameters", 0, "--hardware", "h200")
+    shown = " ".join(invoke(*arguments, "--hardware", "mi300x").split())
     # 30 layers x 3 heads x 128 elements x 2 bytes x 8192 tokens at 90% of 4.8 TB/s
     assert "step, modelled" in shown and "modelled, not measured" in shown
     assert "8,192 43.7 µs 43.7 µs 100%" in shown
     assert "not calibrated" in shown and "(assumed)" in shown
 
 
+def test_a_registry_model_brings_its_active_weights() -> None:
+    arguments = ("gpt-oss-120b", "--context", "128k", "--hardware", "h200", "--json")
+    weights = json.loads(invoke(*arguments))["weights"]
+    assert (weights["parameters"], weights["bytes"]) == (5.1e9, 10.2e9) and "2508.10925" in weights["source"]
+    assert json.loads(invoke(*arguments, "--parameters", 8e9))["weights"]["source"] == "given"
+    assert json.loads(invoke(*arguments, "--parameters", 0))["weights"] is None
+    assert json.loads(invoke("minimax-m3", *arguments[1:]))["weights"] is None  # not known
+
+
 def test_by_default_every_shipped_hardware_at_the_usual_contexts() -> None:
     data = json.loads(invoke("smollm2-135m", "--json"))
     assert [machine["name"] for machine in data["hardware"]] == ["epyc-2core-avx2", "h100-sxm", "h200", "mi300x"]
-    assert [row["context"] for row in data["hardware"][0]["contexts"]] == [2048, 8192, 32_768, 131_072]
+    assert [row["context"] for row in data["hardware"][0]["contexts"]] == [
+        8192,
+        32_768,
+        131_072,
+        262_144,
+        500_000,
+        1_048_576,
+    ]
 
 
 def test_a_runs_measured_times_calibrate_the_machine_they_are_of(tmp_path: Path) -> None:

@@ -140,6 +140,59 @@ def test_values_of_the_wrong_kind(key: str, value: object, problem: str) -> None
         from_config({**configs.QWEN3_8B, key: value})
 
 
+def test_a_window_larger_than_the_context() -> None:
+    with pytest.raises(LayoutError, match=r"layer 0 has a window of 128 tokens, more than the context of 127"):
+        from_config({**configs.GPT_OSS_20B, "max_position_embeddings": 127})
+    assert from_config({**configs.GPT_OSS_20B, "max_position_embeddings": 128}).layers[0].window == 128
+    # a window that is switched off is none
+    off = from_config({**configs.QWEN3_8B, "sliding_window": 131_072})
+    assert {layer.window for layer in off.layers} == {None}
+
+
+M3 = configs.MINIMAX_M3["text_config"]
+CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
+CONTRADICTING = {
+    "hybrid_layer_pattern": (configs.MIMO_FLASH, "layer_types", ["full_attention", *["sliding_attention"] * 47]),
+    "compress_ratios": (configs.V4_FLASH, "layer_types", [*["sliding_attention"] * 2, *[CSA, HCA] * 20, HCA]),
+    "sparse_attention_freq": (M3, "layer_types", ["full_attention"] * 4 + ["minimax_m3_sparse"] * 56),
+    "index_topk_pattern": (
+        {**configs.GLM_52, "index_topk_pattern": "F" * 78},
+        "indexer_types",
+        ["full"] * 77 + ["shared"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("other", "layer"), list(zip(CONTRADICTING, (5, 42, 3, 77), strict=True)))
+def test_layer_lists_that_contradict_each_other(other: str, layer: int) -> None:
+    config, key, types = CONTRADICTING[other]
+    with pytest.raises(LayoutError, match=f"'{key}' and '{other}' contradict each other: layer {layer} is"):
+        from_config({**config, key: types})
+
+
+def test_layer_lists_that_agree() -> None:
+    types = [
+        "full_attention" if mark == 0 else "sliding_attention" for mark in configs.MIMO_FLASH["hybrid_layer_pattern"]
+    ]
+    assert from_config({**configs.MIMO_FLASH, "layer_types": types}) == from_config(configs.MIMO_FLASH)
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({**configs.HY3, "num_key_value_heads": 6}, "64 query heads do not divide over 6 KV heads"),
+        (
+            {**configs.LAGUNA_S, "num_attention_heads_per_layer": [48, 70, 72, 72] * 12},
+            "70 query heads do not divide over 8 KV heads",
+        ),
+        ({**configs.GRANITE_3B, "hidden_size": 2561}, "hidden_size 2561 is no multiple of 40 heads"),
+    ],
+)
+def test_head_counts_that_do_not_divide(config: configs.Config, problem: str) -> None:
+    with pytest.raises(LayoutError, match=problem):
+        from_config(config)
+
+
 def test_a_layout_checks_itself() -> None:
     stored = (Component(KV(1, 8, 8)),)
     layer = Layer(0, 1, stored, 1.0)

@@ -19,8 +19,9 @@ from kvassay.cli.params import TokenCount
 )
 @click.option(
     "--parameters",
-    type=click.FloatRange(0, min_open=True),
-    help="Weights read per token, e.g. 8e9 (of a mixture of experts, the active ones).  [not counted]",
+    type=click.FloatRange(0),
+    help="Weights read per token, e.g. 8e9 (of a mixture of experts, the active ones); 0 leaves them out.  "
+    "[the registry's number, else not counted]",
 )
 @click.option("--calibrate", type=click.Path(path_type=Path), help="Run folder whose measured times calibrate.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
@@ -35,12 +36,13 @@ def cost(
 ) -> None:
     """Model the decode time of a model's cache: a roofline per component, dense, on the given hardware.
 
-    NAME|PATH is an embedded model (smollm2-135m, gemma-3-270m), a config.json or its folder, or a
+    NAME|PATH is a model of the registry (kvassay inspect lists them), a config.json or its folder, or a
     Hugging Face id that is in the local cache. Nothing is measured; every number is labelled modelled.
     """
     from rich.console import Console
 
     from kvassay.layout.config import from_config
+    from kvassay.layout.registry import rows
     from kvassay.layout.render import DEFAULT_CONTEXTS
     from kvassay.measure.cost import Weights
     from kvassay.measure.hardware.files import load_hardware, shipped
@@ -48,7 +50,10 @@ def cost(
 
     layout = from_config(model)
     found = [load_hardware(name) for name in machines or shipped()]
-    weights = None if parameters is None else Weights(parameters, layout.kv_dtype)
+    weights = Weights(parameters, layout.kv_dtype) if parameters else None
+    row = rows.find(model)
+    if parameters is None and row and row.parameters and row.parameters.active:
+        weights = Weights(row.parameters.active, layout.kv_dtype, row.parameters.source)
     calibrations = {}
     if calibrate is not None:
         from kvassay.experiment.costs import calibrations_of

@@ -2,8 +2,8 @@
 
 Totals are of one request: no block rounding, no replication over tensor-parallel ranks, no layers for
 multi-token prediction. A windowed component holds `min(context, W)` tokens, a pooled one
-`context // ratio` entries, everything else one state per token. Index keys are counted at the cache
-dtype; engines may store them narrower.
+`context // ratio` entries, everything else one state per token. Elements and index keys are counted at one
+dtype, or as the records of a packed format (`layout.formats`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from kvassay.errors import LayoutError
-from kvassay.layout.model import KV, Component, Latent, Layout, Pooled, Window, dtype_bytes
+from kvassay.layout.formats import index_bytes, state_bytes
+from kvassay.layout.model import KV, Component, Latent, Layout, Pooled, Window
 
 PENDING_BYTES = 4
 """Bytes per element of pending compressor state, which engines keep in float32."""
@@ -65,36 +66,33 @@ def bytes_at(layout: Layout, context: int, kv_dtype: str | None = None, *, hybri
     Args:
         layout: the model's cache.
         context: tokens in the cache, at least 0.
-        kv_dtype: element dtype; the layout's own if not given.
+        kv_dtype: element dtype or packed format; the layout's own dtype if not given.
         hybrid_manager: with `False`, sliding layers keep every token, as an engine without a hybrid
             cache manager allocates them (they stay under `sliding`).
 
     Raises:
-        LayoutError: negative context or unknown dtype.
+        LayoutError: negative context, or a dtype or format that is unknown or does not fit.
     """
     if context < 0:
         raise LayoutError(f"context is {context} tokens, must be at least 0")
-    width = dtype_bytes(kv_dtype or layout.kv_dtype)
-    elements = {field.name: 0 for field in fields(ByteCount)}
+    held = {field.name: 0.0 for field in fields(ByteCount)}
     for component in _components(layout):
         states = states_of(component, context, hybrid_manager)
-        elements[kind_of(component)] += states * component.storage.elements
-        elements["index"] += states * index_elements(component)
-        elements["pending"] += component.pending_elements
-    counts = {kind: math.ceil(count * width) for kind, count in elements.items() if kind != "pending"}
-    return ByteCount(**counts, pending=elements["pending"] * PENDING_BYTES)
+        held[kind_of(component)] += states * state_bytes(component.storage, kv_dtype or layout.kv_dtype)
+        held["index"] += states * index_bytes(component.index, kv_dtype or layout.kv_dtype)
+        held["pending"] += component.pending_elements * PENDING_BYTES
+    return ByteCount(**{kind: math.ceil(count) for kind, count in held.items()})
 
 
 def bytes_per_token(layout: Layout, kv_dtype: str | None = None) -> Growth:
-    """Return the bytes one more token adds, by kind."""
-    width = dtype_bytes(kv_dtype or layout.kv_dtype)
+    """Return the bytes one more token adds, by kind, at an element dtype or in a packed format."""
     rates = {field.name: 0.0 for field in fields(Growth)}
     for component in _components(layout):
         storage = component.storage
         tokens = storage.ratio if isinstance(storage, Pooled) else 1
-        rates[kind_of(component)] += storage.elements / tokens
-        rates["index"] += index_elements(component) / tokens
-    return Growth(**{kind: rate * width for kind, rate in rates.items()})
+        rates[kind_of(component)] += state_bytes(storage, kv_dtype or layout.kv_dtype) / tokens
+        rates["index"] += index_bytes(component.index, kv_dtype or layout.kv_dtype) / tokens
+    return Growth(**rates)
 
 
 def _components(layout: Layout) -> Iterator[Component]:

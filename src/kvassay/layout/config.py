@@ -1,4 +1,4 @@
-"""From a model configuration to a `Layout`: a dict, a config object, a file, a folder, or a model name.
+"""From a model configuration to a `Layout`: a dict, a config object, a file, a folder, or a registry id.
 
 Raw files are read by their own keys, without importing the model library: a class's defaults are not the
 checkpoint's values, and what a class would derive is derived by the readers in `layout/families`.
@@ -7,17 +7,17 @@ checkpoint's values, and what a class would derive is derived by the readers in 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvassay.errors import LayoutError, UnsupportedModel, did_you_mean
-from kvassay.layout.embedded import EMBEDDED_CONFIGS
 from kvassay.layout.families import READERS, WRAPPERS
 from kvassay.layout.families.base import check_overrides
-from kvassay.layout.model import Layout
+from kvassay.layout.model import Layer, Layout
 from kvassay.layout.raw import Raw
 from kvassay.layout.refusals import refuse_state
+from kvassay.layout.registry import rows
 
 CONFIG_FILE = "config.json"
 
@@ -27,27 +27,40 @@ def from_config(source: object, kv_dtype: str = "bfloat16") -> Layout:
 
     Args:
         source: a raw configuration dict; an object with `to_dict()`; the path of a `config.json` or of a
-            folder holding one; the name of an embedded model; or a Hugging Face id whose configuration is
-            in the local cache (nothing is downloaded).
+            folder holding one; the id of a registry row, which a file or folder of that name does not
+            hide unless written as a path (`./hy3`); or a Hugging Face id whose configuration is in the
+            local cache (nothing is downloaded).
         kv_dtype: dtype at which unencoded cache elements are counted.
 
     Raises:
         UnsupportedModel: the model keeps recurrent or convolutional state, or its type is unknown.
-        LayoutError: the source cannot be found or read, or a key is missing or wrong.
+        LayoutError: the source cannot be found or read, or a key is missing, wrong or contradicts another.
     """
     data, name = load(source)
     raw = text_model(data, name)
     family = READERS[raw.model_type]
     check_overrides(raw, family.per_layer)
     raw = raw.with_defaults(family.defaults)
+    layers, context = family.read(raw), raw.integer("max_position_embeddings")
+    _check_windows(raw, layers, context)
+    row = rows.find(source)
     return Layout(
         model_type=raw.model_type,
-        layers=family.read(raw),
+        layers=layers,
         hidden_size=raw.integer("hidden_size"),
         vocab_size=raw.integer("vocab_size"),
-        native_context=raw.integer("max_position_embeddings"),
+        native_context=row.context.native if row else context,
         kv_dtype=kv_dtype,
     )
+
+
+def _check_windows(raw: Raw, layers: Sequence[Layer], context: int) -> None:
+    for layer in layers:
+        if layer.window is not None and layer.window > context:
+            raise raw.error(
+                f"layer {layer.index} has a window of {layer.window} tokens, more than the context of {context} "
+                "(key 'max_position_embeddings')"
+            )
 
 
 def load(source: object) -> tuple[Mapping[str, Any], str]:
@@ -61,8 +74,8 @@ def load(source: object) -> tuple[Mapping[str, Any], str]:
         raise LayoutError(
             f"a configuration must be a dict, an object with to_dict(), a path or a name, not {type(source).__name__}"
         )
-    if isinstance(source, str) and source in EMBEDDED_CONFIGS:
-        return EMBEDDED_CONFIGS[source], source
+    if row := rows.find(source):
+        return row.config, row.id
     path = find(source)
     return read_json(path), str(path)
 
@@ -95,8 +108,10 @@ def _cached(repo: str) -> Path | None:
 
 def _how_to_get(name: str) -> str:
     if name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith(".json"):
-        return f"; to have it cached: hf download {name} {CONFIG_FILE}"
-    return did_you_mean(name, EMBEDDED_CONFIGS)
+        known = rows.of_repo(name)
+        listed = f" (the registry has its layout: {known.id})" if known else ""
+        return f"; to have it cached: hf download {name} {CONFIG_FILE}{listed}"
+    return did_you_mean(name, rows.ids())
 
 
 def read_json(path: Path) -> Mapping[str, Any]:

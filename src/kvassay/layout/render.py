@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Group as Renderables
 from rich.console import RenderableType
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -17,20 +18,27 @@ from kvassay.layout.bytes import bytes_at, bytes_per_token
 from kvassay.layout.groups import plan_groups
 from kvassay.layout.model import KV, Component, Latent, Layer, Layout, TopK, Window
 from kvassay.layout.refusals import spans
+from kvassay.layout.registry.rows import Row
 
-DEFAULT_CONTEXTS = (2048, 8192, 32_768, 131_072)
+DEFAULT_CONTEXTS = (8192, 32_768, 131_072, 262_144, 500_000, 1_048_576)
 _KINDS = ("full", "sliding", "latent", "index", "pooled")
 
 
 def inspect_report(
-    layout: Layout, name: str, contexts: Sequence[int] = DEFAULT_CONTEXTS, block_size: int = 16
+    layout: Layout,
+    name: str,
+    contexts: Sequence[int] = DEFAULT_CONTEXTS,
+    block_size: int = 16,
+    row: Row | None = None,
 ) -> dict[str, Any]:
     """Return all that is known of the cache of `layout` as plain data.
 
     Each row of `contexts` says whether it lies beyond the native context, where it is a question of
-    capacity only. `groups` is replaced by `groups_refused` if the model has no plan with equal pages.
+    capacity only. `groups` is replaced by `groups_refused` if the model has no plan with equal pages. With a
+    registry `row`, its facts are under `registry`, and each context has the bytes in the formats it is shipped in.
     """
     growth = bytes_per_token(layout)
+    formats = shipped_formats(layout, row)
     return {
         "model": name,
         "model_type": layout.model_type,
@@ -40,20 +48,37 @@ def inspect_report(
         "storing_layers": len(layout.storing),
         "shapes": _shapes(layout),
         "bytes_per_token": {**asdict(growth), "growing": growth.growing},
+        "shipped_bytes_per_token": {name: bytes_per_token(layout, name).growing for name in formats},
+        **({"registry": _facts(row)} if row else {}),
         **_groups(layout, block_size),
-        "contexts": [_context_row(layout, context) for context in contexts],
+        "contexts": [context_row(layout, context, formats) for context in contexts],
     }
 
 
-def _context_row(layout: Layout, context: int) -> dict[str, Any]:
-    count = bytes_at(layout, context)
+def shipped_formats(layout: Layout, row: Row | None) -> list[str]:
+    """Return the names of the formats a row is shipped in, other than the layout's own dtype."""
+    return [shipped.name for shipped in row.formats if shipped.name != layout.kv_dtype] if row else []
+
+
+def _facts(row: Row) -> dict[str, Any]:
+    facts = {**asdict(row), "config": dict(row.config)}
+    return {key: value for key, value in facts.items() if key not in ("id", "title")}
+
+
+def context_row(layout: Layout, context: int, formats: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the bytes at one context by kind, at the layout's dtype and under `shipped` in each of `formats`."""
     return {
         "context": context,
         "beyond_native_context": context > layout.native_context,
-        **asdict(count),
-        "total": count.total,
-        "total_without_hybrid_manager": bytes_at(layout, context, hybrid_manager=False).total,
+        **_held(layout, context, layout.kv_dtype),
+        "shipped": {name: _held(layout, context, name) for name in formats},
     }
+
+
+def _held(layout: Layout, context: int, name: str) -> dict[str, int]:
+    count = bytes_at(layout, context, name)
+    without = bytes_at(layout, context, name, hybrid_manager=False).total
+    return {**asdict(count), "total": count.total, "total_without_hybrid_manager": without}
 
 
 def _groups(layout: Layout, block_size: int) -> dict[str, Any]:
@@ -112,7 +137,46 @@ def inspect_table(report: dict[str, Any]) -> RenderableType:
         f"per token {rate['growing'] / 1024:.2f} KiB growing, "
         f"{rate['sliding'] / 1024:.2f} KiB more inside the windows"
     )
-    return Renderables(head, _shape_table(report), _group_table(report), _byte_table(report))
+    for name, growing in report["shipped_bytes_per_token"].items():
+        head.append(f"; as {name} {growing / 1024:.2f} KiB growing")
+    facts = [_fact_table(report["registry"])] if "registry" in report else []
+    return Renderables(head, *facts, _shape_table(report), _group_table(report), _byte_table(report))
+
+
+def _fact_table(facts: dict[str, Any]) -> Table:
+    """Return what the registry says of a model beside its layout."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in described(facts):
+        table.add_row(name, escape(value))
+    return table
+
+
+def described(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the facts of a registry row in words, without its configuration."""
+    context, evidence, weights = facts["context"], facts["evidence"], facts["parameters"]
+    claimed = f", advertised {context['advertised']:,}" if context["advertised"] else ""
+    noted = f" ({evidence['note']})" if evidence["note"] else ""
+    lines = [
+        ("repository", facts["repo"]),
+        ("context", f"native {context['native']:,}{claimed}" + (f" ({context['note']})" if context["note"] else "")),
+        *(("shipped as", f"{shipped['name']}: {shipped['where']}") for shipped in facts["formats"]),
+        ("parameters", _parameters(weights) if weights else ""),
+        ("window", facts["window"] or ""),
+        ("draft layers", facts["drafter"] or ""),
+        *(("note", note) for note in facts["notes"]),
+        ("evidence", f"{evidence['grade']}, {evidence['confidence']}{noted}"),
+        *(("source", source) for source in evidence["sources"]),
+    ]
+    return [(name, value) for name, value in lines if value]
+
+
+def _parameters(weights: dict[str, Any]) -> str:
+    counts = [f"{weights[key] / 1e9:g}B {key}" for key in ("active", "total") if weights[key]]
+    if weights["active"] == weights["total"]:
+        counts = [f"{weights['total'] / 1e9:g}B"]
+    return f"{', '.join(counts)} ({weights['source']})"
 
 
 def _shape_table(report: dict[str, Any]) -> Table:
@@ -142,18 +206,23 @@ def _group_table(report: dict[str, Any]) -> RenderableType:
 
 
 def _byte_table(report: dict[str, Any]) -> Table:
-    """Return the byte rows in MiB, only the kinds that the model has."""
+    """Return the byte rows in MiB, only the kinds that the model has, one row per context and format."""
     rows = report["contexts"]
     kinds = [kind for kind in _KINDS if any(row[kind] for row in rows)]
     title = "MiB of one request (* beyond the native context: capacity only)"
-    table = Table(title=title, title_justify="left")
-    for column in ("context", *kinds, "total", "without hybrid manager"):
+    table = Table(title=title, title_justify="left", caption_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("context", justify="right", no_wrap=True)
+    table.add_column("as", no_wrap=True)
+    for column in (*kinds, "total", "without hybrid manager"):
         table.add_column(column, justify="right")
     for row in rows:
         mark = "*" if row["beyond_native_context"] else ""
-        cells = [row[kind] for kind in kinds] + [row["total"], row["total_without_hybrid_manager"]]
-        table.add_row(f"{row['context']:,}{mark}", *(f"{cell / 2**20:,.2f}" for cell in cells))
+        for name, held in {report["kv_dtype"]: row, **row["shipped"]}.items():
+            cells = [held[kind] for kind in kinds] + [held["total"], held["total_without_hybrid_manager"]]
+            table.add_row(f"{row['context']:,}{mark}", name, *(f"{cell / 2**20:,.2f}" for cell in cells))
+    if pending := max((row["pending"] for row in rows), default=0):
+        table.caption = f"and {pending / 2**20:,.2f} MiB of float32 state of open compressor windows, in no total"
     return table
 
 
-__all__ = ["DEFAULT_CONTEXTS", "inspect_report", "inspect_table"]
+__all__ = ["DEFAULT_CONTEXTS", "context_row", "described", "inspect_report", "inspect_table", "shipped_formats"]

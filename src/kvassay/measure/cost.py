@@ -43,6 +43,8 @@ class Weights:
     parameters: float
     """How many take part in one token: of a mixture of experts, the active ones."""
     dtype: str = "bfloat16"
+    source: str = "given"
+    """Where the number is from."""
 
     @property
     def bytes(self) -> float:

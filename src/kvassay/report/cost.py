@@ -87,7 +87,9 @@ def _row(layout: Layout, context: int, cost: StepCost, calibration: Calibration 
 def cost_tables(report: dict[str, Any]) -> Group:
     """The tables of a report, and what their columns mean."""
     weights = report["weights"]
-    read = f"{weights['parameters']:g} parameters read per step" if weights else "weights not counted (--parameters)"
+    read = "weights not counted (--parameters)"
+    if weights:
+        read = f"{weights['parameters']:g} parameters of {weights['dtype']} read per step ({weights['source']})"
     head = Text(f"{report['model']}: {report['kv_dtype']} cache, batch {report['batch']}, {read}")
     lines = [Text(note, style="dim") for note in NOTES]
     return Group(head, *(part for machine in report["hardware"] for part in _machine(machine)), *lines)

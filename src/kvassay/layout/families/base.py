@@ -82,6 +82,18 @@ def trim(raw: Raw, key: str, values: list[Any]) -> list[Any]:
     return values
 
 
+def agreeing(raw: Raw, spellings: Mapping[str, list[str]]) -> list[str]:
+    """Return the layer types that all of the given keys spell; `LayoutError` at the first layer where two differ."""
+    (first, types), *others = spellings.items()
+    for key, values in others:
+        for index, (kind, other) in enumerate(zip(types, values, strict=True)):
+            if kind != other:
+                raise raw.error(
+                    f"keys '{first}' and '{key}' contradict each other: layer {index} is {kind} and {other}"
+                )
+    return types
+
+
 def head_dim(raw: Raw) -> int:
     """Return `head_dim` as given; only where it is absent, hidden size over heads."""
     if raw.has("head_dim"):

@@ -7,7 +7,7 @@ index keys and read only `index_topk` tokens; every token stays in the cache.
 from __future__ import annotations
 
 from kvassay.errors import UnsupportedModel
-from kvassay.layout.families.base import FULL, Family, layer_types, rope, trim, yarn_scale
+from kvassay.layout.families.base import FULL, Family, agreeing, layer_types, rope, trim, yarn_scale
 from kvassay.layout.model import All, Component, IndexKeys, Latent, Layer, TopK
 from kvassay.layout.raw import Raw
 
@@ -48,19 +48,21 @@ def read_glm_moe_dsa(raw: Raw) -> tuple[Layer, ...]:
     The schedule is `indexer_types`, or a pattern string, or frequency and offset (GLM-5 and 5.1: every layer).
     """
     layer_types(raw, {INDEXED}, lambda _: INDEXED)
-    count = raw.integer("num_hidden_layers")
-    pattern = raw.data.get("index_topk_pattern")
+    spelt = {}
     if raw.has("indexer_types"):
-        modes = raw.items("indexer_types")
-    elif isinstance(pattern, str):
-        modes = [_INDEXER.get(mark, mark) for mark in pattern]
-    elif pattern is not None:
-        modes = raw.items("index_topk_pattern")
-    else:
-        frequency = raw.integer("index_topk_freq", 1)
-        offset = raw.integer("index_skip_topk_offset", 2, minimum=0)
-        modes = ["shared" if max(i - offset + 1, 0) % frequency else "full" for i in range(count)]
-    return _indexed(raw, trim(raw, "indexer_types", modes))
+        spelt["indexer_types"] = trim(raw, "indexer_types", raw.items("indexer_types"))
+    if raw.has("index_topk_pattern"):
+        pattern = raw.data["index_topk_pattern"]
+        marks = list(pattern) if isinstance(pattern, str) else raw.items("index_topk_pattern")
+        spelt["index_topk_pattern"] = trim(raw, "index_topk_pattern", [_INDEXER.get(mark, mark) for mark in marks])
+    return _indexed(raw, agreeing(raw, spelt or {"index_topk_freq": _by_frequency(raw)}))
+
+
+def _by_frequency(raw: Raw) -> list[str]:
+    frequency = raw.integer("index_topk_freq", 1)
+    offset = raw.integer("index_skip_topk_offset", 2, minimum=0)
+    count = raw.integer("num_hidden_layers")
+    return ["shared" if max(i - offset + 1, 0) % frequency else "full" for i in range(count)]
 
 
 def _indexed(raw: Raw, modes: list[str]) -> tuple[Layer, ...]:

@@ -8,6 +8,7 @@ from kvassay.layout.families.base import (
     FULL,
     SLIDING,
     Family,
+    agreeing,
     kv_component,
     layer_types,
     overrides,
@@ -157,10 +158,11 @@ def read_mimo(raw: Raw) -> tuple[Layer, ...]:
 
 def _mimo_types(raw: Raw) -> list[str]:
     """Return the layer types; `hybrid_layer_pattern` marks sliding layers with 1."""
-    if raw.has("layer_types"):
-        return layer_types(raw, {FULL, SLIDING})
-    marks = trim(raw, "hybrid_layer_pattern", raw.items("hybrid_layer_pattern"))
-    return [SLIDING if mark else FULL for mark in marks]
+    spelt = {"layer_types": layer_types(raw, {FULL, SLIDING})} if raw.has("layer_types") else {}
+    if not spelt or raw.has("hybrid_layer_pattern"):
+        marks = trim(raw, "hybrid_layer_pattern", raw.items("hybrid_layer_pattern"))
+        spelt["hybrid_layer_pattern"] = [SLIDING if mark else FULL for mark in marks]
+    return agreeing(raw, spelt)
 
 
 def _mimo_layer(raw: Raw, kind: str, index: int, rotary: Rope) -> Layer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvassay.layout.families.base import FULL, SLIDING, Family, kv_component, layer_types, rope, trim
+from kvassay.layout.families.base import FULL, SLIDING, Family, agreeing, kv_component, layer_types, rope, trim
 from kvassay.layout.model import KV, All, Component, IndexKeys, Latent, Layer, Pooled, Rope, TopK, Window
 from kvassay.layout.raw import Raw
 
@@ -27,13 +27,14 @@ def read_deepseek_v4(raw: Raw) -> tuple[Layer, ...]:
 
 
 def _v4_types(raw: Raw) -> list[str]:
-    if raw.has("layer_types"):
-        return layer_types(raw, {SLIDING, CSA, HCA})
-    ratios = trim(raw, "compress_ratios", raw.items("compress_ratios"))
-    wrong = sorted({ratio for ratio in ratios if ratio not in _BY_RATIO})
-    if wrong:
-        raise raw.error(f"key 'compress_ratios' holds {wrong[0]} (allowed: 0, 4, 128)")
-    return [_BY_RATIO[ratio] for ratio in ratios]
+    spelt = {"layer_types": layer_types(raw, {SLIDING, CSA, HCA})} if raw.has("layer_types") else {}
+    if not spelt or raw.has("compress_ratios"):
+        ratios = trim(raw, "compress_ratios", raw.items("compress_ratios"))
+        wrong = sorted({ratio for ratio in ratios if ratio not in _BY_RATIO})
+        if wrong:
+            raise raw.error(f"key 'compress_ratios' holds {wrong[0]} (allowed: 0, 4, 128)")
+        spelt["compress_ratios"] = [_BY_RATIO[ratio] for ratio in ratios]
+    return agreeing(raw, spelt)
 
 
 def _v4_layer(raw: Raw, index: int, kind: str) -> Layer:
@@ -123,10 +124,12 @@ def read_minimax_m3(raw: Raw) -> tuple[Layer, ...]:
 
 
 def _m3_types(raw: Raw) -> list[str]:
-    if raw.has("layer_types"):
-        return layer_types(raw, {FULL, M3_SPARSE})
-    marks: list[Any] = raw.sub("sparse_attention_config").items("sparse_attention_freq")
-    return [M3_SPARSE if mark else FULL for mark in trim(raw, "sparse_attention_freq", marks)]
+    spelt = {"layer_types": layer_types(raw, {FULL, M3_SPARSE})} if raw.has("layer_types") else {}
+    own = raw.sub("sparse_attention_config")
+    if not spelt or own.has("sparse_attention_freq"):
+        marks: list[Any] = trim(raw, "sparse_attention_freq", own.items("sparse_attention_freq"))
+        spelt["sparse_attention_freq"] = [M3_SPARSE if mark else FULL for mark in marks]
+    return agreeing(raw, spelt)
 
 
 def _m3_setting(raw: Raw, flat: str, nested: str) -> int:
