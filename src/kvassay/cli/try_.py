@@ -15,7 +15,7 @@ from kvassay.cli.params import TokenCount
 @click.option("--budget", "budgets", multiple=True, default=["keep=0.25"], show_default=True, help="Repeatable.")
 @click.option("--context", default="2k", show_default=True, type=TokenCount(), help="Tokens per context, e.g. 4k.")
 @click.option("--workload", "workloads", multiple=True, default=["kv_short"], show_default=True, help="Repeatable.")
-@click.option("--contexts", default=4, show_default=True, type=click.IntRange(1), help="How many contexts.")
+@click.option("--contexts", default=5, show_default=True, type=click.IntRange(1), help="How many contexts.")
 @click.option("--questions", default=3, show_default=True, type=click.IntRange(1), help="Questions per context.")
 @click.option("--query-aware", is_flag=True, help="Let policies see the questions while compressing.")
 @click.option("--own-prefill", is_flag=True, help="Also run POLICY... with a prefill of their own, first budget.")
