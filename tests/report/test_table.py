@@ -7,6 +7,8 @@ from pathlib import Path
 from rich.console import Console
 
 from kvassay.experiment.listing import list_runs
+from kvassay.measure.checks import Finding
+from kvassay.measure.resample import Estimate
 from kvassay.report import words
 from kvassay.report.table import COLUMNS, ReportTable, console_for, runs_table
 from tests.runs import make_run
@@ -15,17 +17,17 @@ EXPECTED = """\
 tiny-model  kv_short 2k: 2 contexts of 2048 tokens, 4 questions; question not visible while compressing (query_aware =
 false)
 Exact attention over what is retained
-                                 top-1   NLL    KL task flips     held              freed             read
-arm                          mean ±95%  nats  nats 0..1   -/+    bytes whole scope shared per-head  /token /dense
-dense                       1.00 ±0.00 0.500 0.000 1.00   0/0 0.98 MiB  100%  100%  0/128        0 900 KiB   100%
-dense'                      1.00 ±0.00 0.501 0.000 1.00   0/0 0.98 MiB  100%  100%  0/128        0 900 KiB   100%
-hindsight† keep=0.25        1.00 ±0.00 0.500 0.010 1.00   0/0  250 KiB   25%   12%  0/128        0 225 KiB    25%
-snapkv(window=16) keep=0.25 0.62 ±0.12 1.250 0.750 0.75   1/0  250 KiB   25%   12%  3/128       80 225 KiB    25%
-Transforming: keys, values or logits are approximated
                                 top-1   NLL    KL task flips     held              freed             read
 arm                         mean ±95%  nats  nats 0..1   -/+    bytes whole scope shared per-head  /token /dense
-fp8                        1.00 ±0.00 0.500 0.020 1.00   0/0  530 KiB   53%   26%  0/128        0 477 KiB    53%
-kivi                       0.75 ±0.00 0.900 0.300 1.00   0/0  200 KiB   20%   10%  0/128        0 180 KiB    20%
+dense                            1.00 0.500 0.000 1.00   0/0 0.98 MiB  100%  100%  0/128        0 900 KiB   100%
+dense'                           1.00 0.501 0.000 1.00   0/0 0.98 MiB  100%  100%  0/128        0 900 KiB   100%
+hindsight† keep=0.25             1.00 0.500 0.010 1.00   0/0  250 KiB   25%   12%  0/128        0 225 KiB    25%
+snapkv(window=16) keep=0.25      0.62 1.250 0.750 0.75   1/0  250 KiB   25%   12%  3/128       80 225 KiB    25%
+Transforming: keys, values or logits are approximated
+                               top-1   NLL    KL task flips     held              freed             read
+arm                        mean ±95%  nats  nats 0..1   -/+    bytes whole scope shared per-head  /token /dense
+fp8                             1.00 0.500 0.020 1.00   0/0  530 KiB   53%   26%  0/128        0 477 KiB    53%
+kivi                            0.75 0.900 0.300 1.00   0/0  200 KiB   20%   10%  0/128        0 180 KiB    20%
 freed blocks are net of those that encoded segments fill again
 """
 
@@ -59,7 +61,7 @@ def test_query_aware_is_shouted(tmp_path: Path) -> None:
 def test_a_narrow_console_splits_the_table_and_loses_no_column(tmp_path: Path) -> None:
     text = log(ReportTable(make_run(tmp_path)), width=100)
     assert max(len(line) for line in text.splitlines()) <= 100
-    assert "0.62 ±0.12 1.250 0.750 0.75   1/0\n" in text
+    assert "     0.62 1.250 0.750 0.75   1/0\n" in text
     assert "250 KiB   25%   12%  3/128       80 225 KiB    25%\n" in text
 
 
@@ -67,12 +69,27 @@ def test_weak_dense_and_missing_questions_are_said(tmp_path: Path) -> None:
     found = make_run(tmp_path).sets[0]
     assert words.warnings(found) == []
     floor = {"min_top1": 0.5, "max_nll": 0.4, "passed": False}
-    assert words.warnings(replace(found, floor=floor, missing=("fp8: lacks 1",), contexts=1)) == [
+    assert words.warnings(replace(found, floor=floor, missing=("fp8: lacks 1",))) == [
         "left out of the averages: fp8: lacks 1",
         "below the dense floor: dense itself reaches top-1 1.000 and NLL 0.500 (floor: at least 0.5, at most 0.4); "
         "no arm can be judged here",
-        "one context only: no intervals",
     ]
+
+
+def test_findings_are_said_by_name_and_many_of_one_name_are_counted(tmp_path: Path) -> None:
+    found = make_run(tmp_path).sets[0]
+    many = [Finding("budget_base", "suspect", f"arm{n}", "holds 512") for n in range(6)]
+    said = words.warnings(replace(found, findings=(Finding("bos", "invalid", None, "3 times 2"), *many)))
+    assert said == [
+        "invalid, bos: 3 times 2",
+        *(f"suspect, budget_base: arm{n}: holds 512" for n in range(4)),
+        "suspect, budget_base: and 2 more (see checks.json)",
+    ]
+
+
+def test_an_interval_is_shown_as_its_larger_half() -> None:
+    assert words.spread(Estimate(0.625, 0.5, 0.7, 40, 10)) == "0.62 ±0.12"
+    assert words.spread(Estimate(0.625, None, None, 4, 2)) == "0.62"
 
 
 def test_numbers_are_worded_once() -> None:

@@ -9,8 +9,8 @@ import click
 
 
 @click.command("fidelity")
-@click.argument("trace", type=click.Path(path_type=Path), metavar="TRACE")
-@click.option("--policy", "policies", multiple=True, required=True, help="Policy with parameters; repeatable.")
+@click.argument("trace", type=click.Path(path_type=Path), metavar="TRACE|RUN")
+@click.option("--policy", "policies", multiple=True, help="Policy with parameters; repeatable. Not with a run.")
 @click.option(
     "--budget", "budgets", multiple=True, default=["keep=0.25"], show_default=True, help="Tokens kept; repeatable."
 )
@@ -37,8 +37,21 @@ def fidelity(
 
     Needs no model and no second of decoding, and says nothing about answers: a policy that fails here is not worth
     a run, one that passes still has to be run. Policies that decide again at every step are listed as not replayed.
+
+    Of a finished RUN folder it screens the run's own arms on the first context of every workload, writes
+    RUN/fidelity.parquet (error by layer and head) and the report anew.
     """
     from rich.console import Console
+
+    from kvassay.experiment.folder import MANIFEST
+
+    if (trace / MANIFEST).is_file():
+        if policies:
+            raise click.UsageError(f"{trace} is a run folder: its own arms are screened, --policy is for a trace")
+        _screen_run(trace)
+        return
+    if not policies:
+        raise click.UsageError("Missing option '--policy'.")
 
     from kvassay.experiment.screen import screen_trace
     from kvassay.policy.budget import Protection
@@ -61,3 +74,17 @@ def fidelity(
         click.echo(json.dumps(fidelity_data(found), indent=1))
     else:
         console_for().print(fidelity_tables(found))
+
+
+def _screen_run(run: Path) -> None:
+    from rich.console import Console
+
+    from kvassay.experiment.results import Results
+    from kvassay.experiment.screen import screen_run
+    from kvassay.report.html import write_html
+
+    with Console(stderr=True).status("open") as status:
+        skipped = screen_run(Results.open(run), status.update)
+    for label, reason in skipped.items():
+        click.echo(f"not replayed: {label}: {reason}")
+    click.echo(write_html(Results.open(run)))

@@ -1,4 +1,4 @@
-"""Screening one trace in the open loop: the policies asked for, beside the yardsticks that always run."""
+"""Screening in the open loop: one trace under the policies asked for, or a finished run under its own arms."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvassay.errors import PolicyError
+from kvassay.experiment.folder import FIDELITY, RESOLVED, RunFolder
+from kvassay.experiment.plan import make_plan
+from kvassay.experiment.records import write_records
+from kvassay.experiment.results import Results
+from kvassay.experiment.schema import load_experiment
 from kvassay.measure.fidelity import ArmFidelity, screen
 from kvassay.measure.result import LayerFidelity
 from kvassay.policy.budget import Budget, Protection
@@ -78,3 +83,32 @@ def _arms(policies: Sequence[str], budgets: Sequence[Budget], protection: Protec
     shared = [arm for arm in always_on(tokens, protection) if not arm.again] if yardsticks else []
     own = [arm for text in policies for arm in grid([parse(text)], budgets, protection)]
     return list({arm.label: arm for arm in (*shared, *own)}.values())
+
+
+def screen_run(results: Results, progress: Callable[[str], None] = lambda message: None) -> dict[str, str]:
+    """Screen a run's arms on the first context of each trace set, and write `fidelity.parquet` into its folder.
+
+    Returns the arms that the open loop does not cover, with reasons; dense' is left out, it is dense here.
+    Raises `ExperimentError` if a context is not in the folder any more, or whatever the arms' policies raise.
+    """
+    folder = RunFolder(results.path)
+    source = results.path / RESOLVED
+    plan = make_plan(load_experiment(source), str(source), results.path)
+    fitted = {item["model"]: item["trace"] for item in results.manifest["calibrations"]}
+    rows: list[LayerFidelity] = []
+    skipped: dict[str, str] = {}
+    for (model, label), name in results.first_traces().items():
+        calibration = Trace.open(folder.traces / fitted[model]) if model in fitted else None
+        trace = Trace.open(folder.traces / name)
+        covered = []
+        for arm in plan.arms:
+            reason = covers(arm.policy, arm.prefill, calibrated=calibration is not None)
+            if reason is not None:
+                skipped[arm.label] = reason
+            elif not arm.again:
+                covered.append(arm)
+        progress(f"{model}, {label}")
+        rows += open_loop(trace, covered, plan.protocol, progress, calibration=calibration)
+    with folder.locked():
+        folder.write(folder.path / FIDELITY, lambda path: write_records(rows, LayerFidelity, path))
+    return skipped

@@ -45,13 +45,13 @@ class AcceptanceTable:
         yield Text()
         yield Text("Speculative acceptance (measured, greedy verification)", style="bold")
         yield _cards()
-        for title, rows in _sets(self.results):
+        for title, rows in sets_of(self.results):
             yield Text()
             yield Text(title, style="bold")
             yield _table(rows)
 
 
-def _sets(results: Results) -> Iterator[tuple[str, list[AcceptanceResult]]]:
+def sets_of(results: Results) -> Iterator[tuple[str, list[AcceptanceResult]]]:
     """Rows of each trace set."""
     sets = {unit["trace"]: (unit["model"], unit["trace_set"]) for unit in results.manifest["units"]}
     for model, label in dict.fromkeys(sets.values()):
@@ -71,25 +71,33 @@ def _cards() -> Table:
 
 
 def _table(rows: Sequence[AcceptanceResult]) -> Table:
-    most = max(row.k for row in rows)
-    columns = _columns(most)
+    columns = columns_of(rows)
     table = Table(box=None, padding=(0, 1, 0, 0))
     for name in ("arm", "drafter"):
         table.add_column(f"\n{name}", overflow="fold")
     for column in columns:
         table.add_column(f"{column.head}\n{column.under}", justify="right", no_wrap=True)
+    for line in lines_of(rows):
+        table.add_row(*line)
+    return table
+
+
+def lines_of(rows: Sequence[AcceptanceResult]) -> Iterator[list[str]]:
+    """Arm, drafter and the columns' values, one line per arm and drafter of a trace set."""
+    columns = columns_of(rows)
     for drafter, arm in dict.fromkeys((row.drafter, row.arm) for row in rows):
         mine = [row for row in rows if (row.drafter, row.arm) == (drafter, arm)]
         found = {
             (mode, k): pooled([row for row in mine if (row.mode, row.k) == (mode, k)])
             for mode, k in dict.fromkeys((row.mode, row.k) for row in mine)
         }
-        shown = [words.number(column.show(found), column.digits) for column in columns]
-        table.add_row(arm, drafter, *shown)
-    return table
+        yield [arm, drafter, *(words.number(column.show(found), column.digits) for column in columns)]
 
 
-def _columns(most: int) -> tuple[Column, ...]:
+def columns_of(rows: Sequence[AcceptanceResult]) -> tuple[Column, ...]:
+    """The columns after arm and drafter: how many draft lengths there are decides."""
+    most = max(row.k for row in rows)
+
     def forced(get: Callable[[Counters], float | None], k: int = most) -> Callable[..., float | None]:
         return lambda found: get(found["teacher_forced", k])
 

@@ -14,6 +14,7 @@ from kvassay.experiment.arminfo import ArmInfo
 from kvassay.experiment.listing import RunLine
 from kvassay.experiment.results import Results, SetResult
 from kvassay.measure.aggregate import DENSE, Cell
+from kvassay.measure.latency import LatencyResult
 from kvassay.report import words
 
 LOG_WIDTH = 120
@@ -109,6 +110,31 @@ QUALITY_COLUMNS = 5
 """How many of them are about quality; the rest is about cost."""
 
 
+def time_columns(times: Mapping[str, LatencyResult]) -> tuple[Column, ...]:
+    """Columns for measured decode times, by arm; none if nothing was timed."""
+    if not times:
+        return ()
+
+    def share(value: Callable[[LatencyResult], float]) -> Callable[[Cell], str]:
+        return lambda cell: words.percent(value(times[cell.arm])) if cell.arm in times else "-"
+
+    return (
+        Column(
+            "time",
+            "attn",
+            share(lambda row: row.fraction),
+            "attention of one decoded token, all layers, measured on this CPU with the same in-place kernel for every "
+            "arm / dense's in the same rounds; lower is better; says nothing of a GPU",
+        ),
+        Column(
+            "",
+            "+policy",
+            share(lambda row: row.total_fraction),
+            "the same with the policy's own work per token (scan, summaries, deciding, encoding) as implemented here",
+        ),
+    )
+
+
 def console_for(stream: TextIO | None = None) -> Console:
     """A console that is wide enough in a log and as wide as the window in a terminal."""
     console = Console(file=stream, highlight=False)
@@ -130,7 +156,7 @@ class ReportTable:
         yield Text(words.common(self.results))
         yield Text(f"Measured on {words.machine_line(manifest)}")
         yield Text()
-        yield _cards()
+        yield _cards(columns_of(self.results))
         for line in words.legend(arms):
             yield Text(line, style="dim")
         for model, sets in words.models(self.results):
@@ -139,35 +165,43 @@ class ReportTable:
                 yield Text.assemble((model, "bold"), "  ", words.caption(found))
                 for line in words.warnings(found):
                     yield Text(f"! {line}", style="yellow")
-                yield from _tables(found, arms, options.max_width)
+                yield from _tables(found, arms, columns_of(self.results, found), options.max_width)
 
 
-def _cards() -> Table:
+def columns_of(results: Results, found: SetResult | None = None) -> tuple[Column, ...]:
+    """The columns of a run's tables, or of one of them; with times where there are any."""
+    rows = [row for row in results.latency if found is None or (row.model, row.trace_set) == (found.model, found.label)]
+    return (*COLUMNS, *time_columns({row.arm: row for row in rows}))
+
+
+def _cards(columns: Sequence[Column]) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True, style="bold")
     table.add_column(style="dim")
     head = ""
-    for column in COLUMNS:
+    for column in columns:
         head = column.head or head
         name = column.head or f"{head} {column.under}"
         table.add_row(name, column.card + (" [nats per token]" if column.under == "nats" else ""))
     return table
 
 
-def _tables(found: SetResult, arms: Mapping[str, ArmInfo], width: int) -> Iterator[RenderableType]:
+def _tables(
+    found: SetResult, arms: Mapping[str, ArmInfo], columns: Sequence[Column], width: int
+) -> Iterator[RenderableType]:
     divided = words.parts(found, arms)
     names = {cell.arm: words.arm_name(cell, arms) for part in divided for cell in part.cells}
     widest = min(max(len(name) for name in names.values()), ARM_WIDTH)
     widths = [
         max(len(column.under), len(column.head), *(len(column.show(cell)) for cell in found.cells))
-        for column in COLUMNS
+        for column in columns
     ]
     fits = widest + sum(widths) + len(widths) + 1 <= width
     for part in divided:
-        for first, last in ((0, len(COLUMNS)),) if fits else ((0, QUALITY_COLUMNS), (QUALITY_COLUMNS, len(COLUMNS))):
+        for first, last in ((0, len(columns)),) if fits else ((0, QUALITY_COLUMNS), (QUALITY_COLUMNS, len(columns))):
             table = Table(title=part.title, title_justify="left", title_style="italic", box=None, padding=(0, 1, 0, 0))
             table.add_column("arm", min_width=widest, overflow="fold")
-            shown = COLUMNS[first:last]
+            shown = columns[first:last]
             for column, least in zip(shown, widths[first:last], strict=True):
                 table.add_column(f"{column.head}\n{column.under}", justify="right", min_width=least, no_wrap=True)
             for cell in part.cells:

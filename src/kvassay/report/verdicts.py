@@ -22,7 +22,7 @@ def verdict_table(run: Path) -> RenderableType | None:
     Raises `GateError` for a damaged file.
     """
     judgement = load_judgement(run)
-    return None if judgement is None else Group(*_lines(judgement, stale(judgement, run)))
+    return None if judgement is None else Group(*_lines(judgement, run))
 
 
 def stale(judgement: Judgement, run: Path) -> bool:
@@ -31,15 +31,24 @@ def stale(judgement: Judgement, run: Path) -> bool:
     return not cells.is_file() or hashlib.sha256(cells.read_bytes()).hexdigest() != judgement.cells_sha256
 
 
-def _lines(judgement: Judgement, old: bool) -> Iterator[RenderableType]:
-    if judgement.warning:
-        yield Text(f"! {judgement.warning}", style="bold yellow")
-    if old:
-        yield Text(
-            "! these verdicts are about earlier cells; `kvassay gate RUN` judges the present ones", "bold yellow"
-        )
+def cautions(judgement: Judgement, run: Path) -> list[str]:
+    """What to hold against the verdicts, before anything else is said."""
+    lines = [judgement.warning] if judgement.warning else []
+    if stale(judgement, run):
+        lines.append("these verdicts are about earlier cells; `kvassay gate RUN` judges the present ones")
+    return lines
+
+
+def gate_line(judgement: Judgement) -> str:
+    """By which gate, and whether it was declared."""
     declared = f"declared {judgement.declared}" if judgement.declared else "never declared"
-    yield Text(f"Gate {judgement.gate} ({declared}, sha256 {judgement.gate_sha256[:12]})", style="bold")
+    return f"Gate {judgement.gate} ({declared}, sha256 {judgement.gate_sha256[:12]})"
+
+
+def _lines(judgement: Judgement, run: Path) -> Iterator[RenderableType]:
+    for line in cautions(judgement, run):
+        yield Text(f"! {line}", style="bold yellow")
+    yield Text(gate_line(judgement), style="bold")
     yield _table(judgement)
     for outcome in judgement.count():
         yield Text(f"{outcome}: {OUTCOME_TEXT[outcome]}", style="dim")

@@ -7,11 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvassay.experiment.arminfo import ArmInfo
+from kvassay.experiment.folder import CHECKS
 from kvassay.experiment.results import Results, SetResult
 from kvassay.measure.aggregate import DENSE, Cell
-from kvassay.measure.statistics import Estimate
+from kvassay.measure.checks import Finding
+from kvassay.measure.resample import Estimate
 
 REFERENCE, RECONSTRUCTION = "†", "‡"
+FEW = 4
+"""Findings of one name that are written out."""
 WHOLE, PER_HEAD = "whole_block", "per_head_tables"
 
 EXACT_TITLE = "Exact attention over what is retained"
@@ -67,7 +71,13 @@ def common(results: Results) -> str:
 
 def warnings(found: SetResult) -> list[str]:
     """What a reader must know before believing a table."""
-    lines = [f"left out of the averages: {line}" for line in found.missing]
+    return limits(found) + _findings(found.findings)
+
+
+def limits(found: SetResult) -> list[str]:
+    """What a table leaves out, and whether it says anything at all."""
+    lines = [f"not applicable, {arm}: {reason}" for arm, reason in found.not_applicable.items()]
+    lines += [f"left out of the averages: {line}" for line in found.missing]
     dense = found.cell(DENSE)
     if dense is not None and found.floor is not None and not found.floor["passed"]:
         lines.append(
@@ -75,8 +85,20 @@ def warnings(found: SetResult) -> list[str]:
             f"{number(dense.quality['nll'].mean)} (floor: at least {found.floor['min_top1']}, at most "
             f"{found.floor['max_nll']}); no arm can be judged here"
         )
-    if found.contexts < 2:
-        lines.append("one context only: no intervals")
+    return lines
+
+
+def _findings(findings: Sequence[Finding]) -> list[str]:
+    """What the checks found, one line each; of many with one name the first few, of notes the first."""
+    lines = []
+    for name in dict.fromkeys(finding.name for finding in findings):
+        mine = [finding for finding in findings if finding.name == name]
+        few = 1 if mine[0].severity == "note" else FEW
+        for finding in mine[:few]:
+            about = f"{finding.arm}: " if finding.arm is not None else ""
+            lines.append(f"{finding.severity}, {name}: {about}{finding.message}")
+        if len(mine) > few:
+            lines.append(f"{mine[few].severity}, {name}: and {len(mine) - few} more (see {CHECKS})")
     return lines
 
 
