@@ -44,3 +44,18 @@ def test_wrong_input_is_refused_before_the_model_is_loaded(tmp_path: Path) -> No
     pair = CliRunner().invoke(record, [*start, "copy", "--param", "questions"])
     assert pair.exit_code == 2
     assert "'questions' is not KEY=VALUE" in pair.stderr
+
+
+def test_without_vllm_it_says_how_to_get_it(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    start = [model, "--workload", "copy", "--out", str(tmp_path)]
+    found = CliRunner().invoke(record, [*start, "--engine", "vllm"])
+    assert isinstance(found.exception, RecordError)
+    assert "run `make vllm-setup` once, then this command with `.venv-vllm/bin/kvassay`" in str(found.exception)
+    for option, value in (("--layers", "0"), ("--steps", "9"), ("--generate", "4"), ("--block-size", "32")):
+        found = CliRunner().invoke(record, [*start, option, value])
+        assert isinstance(found.exception, RecordError)
+        assert f"{option} is vLLM's alone: add --engine vllm" in str(found.exception)
+    wrong = CliRunner().invoke(record, [*start, "--engine", "vllm", "--layers", "a"])
+    assert wrong.exit_code == 2
+    assert "'a' is not a list of indices" in wrong.stderr

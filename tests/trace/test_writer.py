@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from kvassay.errors import TraceError
 from kvassay.trace.reader import Trace
-from kvassay.trace.schema import BranchEntry, LogitsSpec, Tap, explain
+from kvassay.trace.schema import BranchEntry, LogitsSpec, Subset, Tap, explain
 from kvassay.trace.writer import TraceWriter
 
 from . import tiny
@@ -183,3 +183,9 @@ def test_what_the_header_refuses() -> None:
         BranchEntry(tokens=3, question_tokens=4)
     with pytest.raises(ValidationError, match="k belongs to 'topk'"):
         LogitsSpec(kind="full", k=3)
+
+
+def test_a_subset_names_every_layer_of_the_layout() -> None:
+    assert tiny.header(subset=Subset(layers=(4, 7, 9))).subset == Subset(layers=(4, 7, 9))
+    with pytest.raises(ValidationError, match="subset names 2 layers, the layout has 3"):
+        tiny.header(subset=Subset(layers=(4, 7)))

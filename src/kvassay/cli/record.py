@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from kvassay.cli.params import TokenCount
+from kvassay.cli.record_vllm import OWN, record_with_vllm, refuse_for_transformers, vllm_options
 from kvassay.errors import RecordError
 
 TAPS = {
@@ -76,6 +77,14 @@ def _parameters(ctx: click.Context, param: click.Parameter, pairs: tuple[str, ..
     help="Of the questions and answers: full rows, topk, or none (greedy ids and margins stay).",
 )
 @click.option("--logits-k", type=click.IntRange(2), default=64, show_default=True, help="How many for topk.")
+@click.option(
+    "--engine",
+    type=click.Choice(["transformers", "vllm"]),
+    default="transformers",
+    show_default=True,
+    help="What runs the model: transformers, or vLLM on the CPU (`make vllm-setup`).",
+)
+@vllm_options
 @click.option("--beyond-native", is_flag=True, help="Allow more tokens than the model's native context.")
 @click.option("--overwrite", is_flag=True, help="Replace traces that are there.")
 def record(
@@ -90,6 +99,7 @@ def record(
     overwrite: bool,
     beyond_native: bool,
     tap_layers: tuple[int, ...],
+    engine: str,
     **recording: Any,
 ) -> None:
     """Record COUNT contexts of a workload, with their questions, under MODEL.
@@ -103,16 +113,26 @@ def record(
     from kvassay.record.options import RecordOptions
     from kvassay.record.transformers import record_sample
     from kvassay.workload.registry import build, get
+    from kvassay.workload.sample import Sample
 
     get(workload)  # refuse a wrong name before the model is loaded
+    vllm = {name: recording.pop(name) for name in OWN}
     options = RecordOptions(allow_beyond_native=beyond_native, tap_layers=tap_layers or None, **recording)
     folders = [out / f"{workload}-{context}-s{seed}-{index:03d}" for index in range(count)]
     if not overwrite and (there := [folder for folder in folders if folder.exists()]):
         raise RecordError(f"{there[0]}: exists already; pass --overwrite or another --out")
+
+    def make(tokenizer: Any, index: int) -> Sample:
+        return build(workload, tokenizer, context, seed=seed, index=index, **params)
+
+    if engine == "vllm":
+        record_with_vllm(model, make, folders, options, vllm, device, overwrite)
+        return
+    refuse_for_transformers(vllm)
     loaded = load(model, device=device)
     with Progress(console=Console(stderr=True), transient=True) as bars:
         for index, folder in enumerate(folders):
-            sample = build(workload, loaded.tokenizer, context, seed=seed, index=index, **params)
+            sample = make(loaded.tokenizer, index)
             bar = bars.add_task(folder.name, total=None)
 
             def show(done: int, total: int, bar: TaskID = bar) -> None:

@@ -107,6 +107,28 @@ def reproduce(source: Path, tolerance: float | None, keep: Path | None, model: s
     click.echo(f"{source}: reproduced within {limit:g}")
 
 
+@trace.command("from-vllm")
+@click.argument("capture", type=folder)
+@click.option("--out", type=folder, required=True, help="Folder for the trace folders.")
+@click.option("--model", help="Where the model is, if not where the server had it.")
+@click.option(
+    "--share",
+    type=click.FloatRange(0, 1),
+    default=0.5,
+    show_default=True,
+    help="Requests whose prompts share this part of the shorter one go into one trace.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace traces that are there.")
+def from_vllm(capture: Path, out: Path, model: str | None, share: float, overwrite: bool) -> None:
+    """Make traces of what a vLLM server did: CAPTURE is the folder that KVASSAY_VLLM_RECORD named."""
+    from kvassay.record.vllm.capture import Capture
+    from kvassay.record.vllm.served import served_traces
+
+    click.echo(Capture(capture).cost(), err=True)
+    for made in served_traces(capture, out, model=model, share=share, overwrite=overwrite):
+        click.echo(made.path)
+
+
 @trace.command("kv-events")
 @click.argument("stream", type=folder)
 @click.option(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,17 +69,49 @@ def load(name_or_path: str | Path, device: str = "cpu", dtype: torch.dtype | str
 
     where = torch_device(device)
     wanted = _torch_dtype(dtype)
-    source, place = locate(str(name_or_path))
+    files = describe(name_or_path)
+    with _reading(files.name, files.source), quiet_transformers():
+        model = transformers.AutoModelForCausalLM.from_pretrained(files.place, config=files.config, dtype=wanted)
+    return LoadedModel(model.eval().to(where), files.tokenizer, files.layout, files.identity())
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model without its weights: enough to make its text and to know its cache."""
+
+    name: str
+    source: str
+    """`embedded`, `folder` or `hub`."""
+    place: str
+    """What `from_pretrained` is given."""
+    config: Any
+    tokenizer: Any
+    layout: Layout
+
+    def identity(self) -> ModelIdentity:
+        """Hash the weights, which must be here by now. `ModelError` if there are none."""
+        return _identity(self.name, self.source, self.place, self.config, self.tokenizer)
+
+
+def describe(name_or_path: str | Path) -> ModelFiles:
+    """Read a model's config and tokenizer; raises what `load` does."""
+    import transformers
+
+    name = str(name_or_path)
+    source, place = locate(name)
+    with _reading(name, source), quiet_transformers():
+        config = transformers.AutoConfig.from_pretrained(place)
+        layout = from_config(config)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place)
+    return ModelFiles(name, source, place, config, tokenizer, layout)
+
+
+@contextmanager
+def _reading(name: str, source: str) -> Iterator[None]:
     try:
-        with quiet_transformers():
-            config = transformers.AutoConfig.from_pretrained(place)
-            layout = from_config(config)
-            tokenizer = transformers.AutoTokenizer.from_pretrained(place)
-            model = transformers.AutoModelForCausalLM.from_pretrained(place, config=config, dtype=wanted)
+        yield
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(_why(str(name_or_path), source, error)) from error
-    identity = _identity(str(name_or_path), source, place, model, tokenizer)
-    return LoadedModel(model.eval().to(where), tokenizer, layout, identity)
+        raise ModelError(_why(name, source, error)) from error
 
 
 def locate(name: str) -> tuple[str, str]:
@@ -137,12 +171,12 @@ def _why(name: str, source: str, error: Exception) -> str:
     )
 
 
-def _identity(name: str, source: str, place: str, model: Any, tokenizer: Any) -> ModelIdentity:
+def _identity(name: str, source: str, place: str, config: Any, tokenizer: Any) -> ModelIdentity:
     if source == "embedded":
         manifest = json.loads((Path(place) / MANIFEST).read_text(encoding="utf-8"))
         weights, words = manifest["weights_sha256"], manifest["tokenizer_sha256"]
         return ModelIdentity(name, source, weights, words, licence=manifest["licence"])
-    revision = getattr(model.config, "_commit_hash", None)
+    revision = getattr(config, "_commit_hash", None)
     folder = Path(place) if source == "folder" else _snapshot(place, revision)
     shown = folder.resolve().name if source == "folder" else name
     return ModelIdentity(shown, source, _weights_sha256(folder), tokenizer_sha256(tokenizer), revision=revision)

@@ -11,6 +11,7 @@ from kvassay.errors import RecordError, did_you_mean
 from kvassay.layout.model import Layout
 from kvassay.record.capture import BUCKET
 from kvassay.record.load import LoadedModel
+from kvassay.record.load import ModelIdentity as LoadedIdentity
 from kvassay.trace.schema import (
     BranchEntry,
     LogitsSpec,
@@ -90,24 +91,12 @@ class RecordOptions:
 
 def make_header(loaded: LoadedModel, sample: Sample, options: RecordOptions) -> TraceHeader:
     """Return the header of the trace that recording `sample` gives; its shards are filled in by the writer."""
-    identity, context = loaded.identity, len(sample.context_ids)
+    context = len(sample.context_ids)
     q_from = max(context - options.q_tail, 0)
     return TraceHeader(
         layout=loaded.layout,
-        model=ModelIdentity(
-            name=identity.name,
-            weights_sha256=identity.weights_sha256,
-            tokenizer_sha256=identity.tokenizer_sha256,
-            licence=identity.licence or "unknown",
-        ),
-        recipe=Recipe(
-            name=sample.workload,
-            seed=sample.seed,
-            index=sample.index,
-            length=context,
-            params=recipe_params(sample.meta),
-            query_aware=sample.query_aware,
-        ),
+        model=model_record(loaded.identity),
+        recipe=recipe_record(sample),
         versions=Versions.current(),
         dtype=options.dtype,
         prefill_chunk=options.prefill_chunk,
@@ -116,11 +105,34 @@ def make_header(loaded: LoadedModel, sample: Sample, options: RecordOptions) -> 
         logits=options.logits_spec(loaded.layout.vocab_size),
         created=datetime.now(UTC),
         prefix=PrefixEntry(tokens=context),
-        branches=tuple(_entry(branch) for branch in sample.branches),
+        branches=tuple(branch_entry(branch) for branch in sample.branches),
     )
 
 
-def _entry(branch: Branch) -> BranchEntry:
+def model_record(identity: LoadedIdentity) -> ModelIdentity:
+    """The header's record of a model."""
+    return ModelIdentity(
+        name=identity.name,
+        weights_sha256=identity.weights_sha256,
+        tokenizer_sha256=identity.tokenizer_sha256,
+        licence=identity.licence or "unknown",
+    )
+
+
+def recipe_record(sample: Sample) -> Recipe:
+    """The header's record of a sample's text."""
+    return Recipe(
+        name=sample.workload,
+        seed=sample.seed,
+        index=sample.index,
+        length=len(sample.context_ids),
+        params=recipe_params(sample.meta),
+        query_aware=sample.query_aware,
+    )
+
+
+def branch_entry(branch: Branch) -> BranchEntry:
+    """The header's record of a teacher-forced branch."""
     own: dict[str, Any] = {
         "question_text": branch.question_text,
         "scored": list(branch.scored),

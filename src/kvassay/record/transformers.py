@@ -194,6 +194,11 @@ def rerecord(
     the model or the text that can be had now is not the one of the header, or the text has no recipe.
     """
     recipe = header.recipe
+    if header.versions.vllm is not None:
+        raise RecordError(
+            f"the trace was recorded in vLLM {header.versions.vllm}, whose block tables this recorder cannot make "
+            "again; record it with `kvassay record --engine vllm`"
+        )
     if not recipe.params:
         raise RecordError(f"the trace of '{recipe.name}' holds no recipe: its text was not made by a workload")
     loaded = load(header.model.name if model is None else model, device=device)

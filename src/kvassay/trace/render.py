@@ -52,6 +52,10 @@ def evidence(header: TraceHeader) -> dict[str, str]:
     tokens, logits = header.prefix.tokens, header.logits
     queries = "branches only" if header.q_from == tokens else f"prefix from position {header.q_from}, branches"
     found = {"queries": queries}
+    if (part := header.subset) is not None:
+        found["part"] = f"layers {', '.join(map(str, part.layers))} of the model"
+        if part.kv_heads is not None:
+            found["part"] += f"; KV heads {', '.join(map(str, part.kv_heads))}"
     if logits is not None:
         found["logits"] = "full, branches" if logits.kind == "full" else f"top {logits.k}, branches"
     taps: dict[str, list[int]] = {}

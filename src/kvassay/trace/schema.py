@@ -175,6 +175,15 @@ class LogitsSpec(Record):
         return self
 
 
+class Subset(Record):
+    """A part of a model's layers and heads: all that a limited recording holds."""
+
+    layers: tuple[int, ...] = Field(min_length=1)
+    """The model's index of each layer of `layout`, which numbers its own from 0."""
+    kv_heads: tuple[int, ...] | None = None
+    """The model's index of each KV head, the same in all layers; None for all. Query heads go with theirs."""
+
+
 class PrefixEntry(Record):
     """The shared context."""
 
@@ -230,8 +239,10 @@ class TraceHeader(Record):
     from the stored rows. bfloat16 is refused: attention outputs would be off by up to 6 %."""
     prefill_chunk: int = Field(ge=1)
     """Tokens per prefill forward."""
-    attention: Literal["eager"] = "eager"
-    """Attention function the recorder delegated to."""
+    attention: Literal["eager", "vllm"] = "eager"
+    """Attention function that ran: of the model's file in transformers, or vLLM's own."""
+    subset: Subset | None = None
+    """Which part of the model `layout` describes; None for all of it."""
     q_from: int = Field(default=0, ge=0)
     """First position whose queries are stored; `prefix.tokens` stores none of the prefix."""
     sinks: dict[int, tuple[float, ...]] = Field(default_factory=dict)
@@ -261,6 +272,8 @@ class TraceHeader(Record):
     def _consistent(self) -> TraceHeader:
         if self.q_from > self.prefix.tokens:
             raise ValueError(f"q_from {self.q_from} lies beyond the prefix of {self.prefix.tokens} tokens")
+        if self.subset is not None and len(self.subset.layers) != len(self.layout.layers):
+            raise ValueError(f"subset names {len(self.subset.layers)} layers, the layout has {len(self.layout.layers)}")
         names = [tap.name for tap in self.taps]
         if len(set(names)) != len(names):
             raise ValueError(f"a tap is listed twice: {', '.join(sorted(names))}")

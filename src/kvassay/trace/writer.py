@@ -77,9 +77,14 @@ class SegmentWriter:
             self._write(path, "logits", rows)
             return
         top = rows.topk(self._logits.k, dim=-1)
-        self._write(path, "values", top.values)
-        self._write(path, "ids", top.indices.to(torch.int32))
-        self._write(path, "logsumexp", rows.logsumexp(dim=-1))
+        self.append_top_logits(top.values, top.indices, rows.logsumexp(dim=-1))
+
+    def append_top_logits(self, values: torch.Tensor, ids: torch.Tensor, logsumexp: torch.Tensor) -> None:
+        """Append what a top-k trace keeps of a branch's rows: values and ids [n, k], log-sum-exp [n]."""
+        path = f"{self.name}/logits.safetensors"
+        self._write(path, "values", values)
+        self._write(path, "ids", ids.to(torch.int32))
+        self._write(path, "logsumexp", logsumexp)
 
     def _write(self, path: str, name: str, rows: torch.Tensor) -> None:
         shard = self.shards.get(path)
