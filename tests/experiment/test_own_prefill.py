@@ -50,6 +50,15 @@ def test_dense_stays_what_all_are_compared_with(results: Results) -> None:
     assert [cell.arm for cell in results.sets[0].cells].count("dense") == 1
 
 
+def test_the_checks_find_nothing_wrong_and_note_the_other_prefill(results: Results) -> None:
+    found = results.sets[0].findings
+    assert [(f.name, f.message) for f in found if f.severity != "note"] == []
+    own = {"fp8 own-prefill", "dense own-prefill", "knorm keep=0.5 own-prefill"}
+    assert {f.arm for f in found if f.name == "other_prefill"} == own
+    assert {row.prefill for row in results.samples() if row.arm in own} == {"own"}
+    assert {row.prefill for row in results.samples() if row.arm not in own} == {"shared_dense"}
+
+
 def test_the_report_marks_them(results: Results) -> None:
     assert [label for label, info in results.arms.items() if info.own_prefill] == [
         "fp8 own-prefill", "dense own-prefill", "knorm keep=0.5 own-prefill",

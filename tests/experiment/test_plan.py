@@ -31,11 +31,11 @@ def test_a_plan_holds_every_arm_and_unit(tmp_path: Path) -> None:
     labels = [arm.label for arm in plan.arms]
     assert labels[:3] == ["dense", "dense'", "random keep=0.25"]
     assert "snapkv(window=16) keep=0.25" in labels and "exact_mass read=0.25" in labels
-    assert [unit.title for unit in plan.units][3:5] == [
-        "smollm2-135m, kv_short 2k, context 4",
+    assert [unit.title for unit in plan.units][4:6] == [
+        "smollm2-135m, kv_short 2k, context 5",
         "gemma-3-270m, kv_short 2k, context 1",
     ]
-    assert len(plan.units) == 8 and len(plan.trace_sets) == 2
+    assert len(plan.units) == 10 and len(plan.trace_sets) == 2
 
 
 MISTAKES = {

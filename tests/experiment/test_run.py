@@ -79,7 +79,8 @@ def test_a_run_writes_what_it_says(plan: MAKER, tmp_path: Path) -> None:
     made = plan()
     results = run(made, tmp_path / "run", replay=FakeReplay())
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
-        ".lock", "cells.parquet", "manifest.json", "resolved.toml", "samples.parquet", "traces", "units",
+        ".lock", "cells.parquet", "checks.json", "cost.parquet", "manifest.json",
+        "resolved.toml", "samples.parquet", "schema.json", "traces", "units",
     ]  # fmt: skip
     assert len(results.samples()) == 3 * 2 * len(made.arms)
     assert [cell.arm for cell in results.sets[0].cells] == [arm.label for arm in made.arms]

@@ -37,7 +37,7 @@ def write(folder: Path, text: str) -> Path:
 def test_defaults_are_those_of_the_documentation(tmp_path: Path) -> None:
     found = load_experiment(write(tmp_path, GOOD))
     assert found.workload[0].length == 2048
-    assert (found.workload[0].contexts, found.workload[0].questions, found.workload[0].query_aware) == (4, 3, False)
+    assert (found.workload[0].contexts, found.workload[0].questions, found.workload[0].query_aware) == (5, 3, False)
     assert (found.protection.sink, found.protection.recent) == (4, 32)
     assert (found.protocol.free_tokens, found.protocol.block_size) == (16, 16)
     assert (found.record.prefill_chunk, found.record.q_tail, found.record.dtype) == (512, 64, "float32")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +12,12 @@ import pytest
 
 from kvassay.errors import ExperimentError, PolicyError
 from kvassay.experiment import workers
+from kvassay.experiment.folder import RunFolder
 from kvassay.experiment.plan import Plan, make_plan
+from kvassay.experiment.rows import read_results
 from kvassay.experiment.run import run
 from kvassay.experiment.schema import load_experiment
+from kvassay.policy.dynacalkv import DynaCalKV
 from tests.experiment.test_run import comparable
 from tests.experiment.tiny import write_experiment
 
@@ -61,6 +65,35 @@ def test_side_by_side_is_one_after_the_other(plan: MAKER, tmp_path: Path, monkey
     before = comparable(tmp_path / "both")
     run(plan(), tmp_path / "both", jobs=2)
     assert comparable(tmp_path / "both") == before
+
+
+def test_a_worker_fits_an_offline_policy_on_the_model_once(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_experiment(tmp_path, tiny_model, 2)
+    low_rank = '["dynacalkv(tokens=64, multiple=2)"]'
+    text = file.read_text().replace('["knorm"]', low_rank) + "\n[calibration]\nlength = 300\n"
+    for long, short in (
+        ("length = 384", "length = 200"),
+        ("questions = 2", "questions = 1"),
+        ("tokens = 3", "tokens = 0"),
+    ):
+        text = text.replace(long, short)
+    file.write_text(text)
+    loaded, folder = load_experiment(file), RunFolder(tmp_path / "run")
+    plan, fits = make_plan(loaded, file.name, tmp_path), []
+    fit = DynaCalKV.fit
+    monkeypatch.setattr(DynaCalKV, "fit", lambda self, source: (fits.append(1), fit(self, source))[1])
+    monkeypatch.setattr(workers, "_WORKER", [])
+    workers._begin(workers._Start(loaded, file.name, tmp_path, folder.path, 1, os.getppid()))
+    try:
+        done = [workers._compute(unit) for unit in plan.units]
+    finally:
+        workers._WORKER[0].fits.close()
+    assert fits == [1] and len(done) == 2
+    rows = [row for one in done for row in read_results(folder.unit(one.key))]
+    mine = [row for row in rows if row.arm.startswith("dynacalkv")]
+    assert len(mine) == 2 and all(row.retained_fraction_scope < 0.7 for row in mine)
 
 
 def test_an_error_in_a_worker_is_the_runs_error(plan: MAKER, tmp_path: Path) -> None:

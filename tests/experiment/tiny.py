@@ -34,6 +34,9 @@ free_tokens = 3
 
 [record]
 prefill_chunk = 128
+
+[latency]
+enabled = false
 """
 
 

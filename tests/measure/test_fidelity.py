@@ -22,6 +22,14 @@ def test_deviation_is_the_relative_norm_over_all_chunks() -> None:
     assert nothing.output_error == math.inf
 
 
+def test_each_head_has_an_error_of_its_own() -> None:
+    sums = Deviation()
+    sums.add(torch.tensor([[[3.0]], [[1.0]]]), torch.tensor([[[4.0]], [[1.0]]]), torch.ones(2, 1))
+    sums.add(torch.tensor([[[3.0]], [[2.0]]]), torch.tensor([[[3.0]], [[2.0]]]), torch.ones(2, 1))
+    assert sums.head_errors == pytest.approx((1 / 5, 0.0))
+    assert sums.output_error == pytest.approx((1 / 30) ** 0.5)
+
+
 def test_share_is_looked_up_by_position_per_head() -> None:
     # Two KV heads, one query head each, positions 5 to 8; a sink takes the rest of the second head's mass.
     rows = torch.zeros(2, 4, 1)

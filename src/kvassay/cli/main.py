@@ -17,15 +17,25 @@ VERBS = {
     "demo": ("kvassay.cli.demo:demo", "Judge a dozen policies on two small real models."),
     "try": ("kvassay.cli.try_:try_", "Try policies on one model against the arms that always run."),
     "run": ("kvassay.cli.run:run", "Run an experiment file; the same command continues it."),
+    "gate": ("kvassay.cli.gate:gate", "Declare a gate before a run, and judge runs by it."),
     "show": ("kvassay.cli.show:show", "Show the results of a run: table, JSON, HTML or picture."),
+    "compare": ("kvassay.cli.compare:compare", "Say what changed between two runs, paired and tested."),
+    "columns": ("kvassay.cli.columns:columns", "Say what a column of the result files counts."),
     "ls": ("kvassay.cli.ls:ls", "List run folders."),
     "policies": ("kvassay.cli.policies:policies", "List policies and show their cards."),
+    "applicability": (
+        "kvassay.cli.applicability:applicability",
+        "On which kinds of attention state each candidate makes sense.",
+    ),
     "workloads": ("kvassay.cli.workloads:workloads", "List workloads and preview their text."),
     "models": ("kvassay.cli.models:models", "Fetch and list the embedded models."),
     "inspect": ("kvassay.cli.inspect:inspect", "Show a model's cache: layers, groups, bytes by context."),
+    "cost": ("kvassay.cli.cost:cost", "Model a cache's decode time on given hardware."),
     "record": ("kvassay.cli.record:record", "Record one context of a workload into a trace."),
     "fidelity": ("kvassay.cli.fidelity:fidelity", "Screen policies on a trace's own queries, without a model."),
     "trace": ("kvassay.cli.trace:trace", "Show, verify, reblock and reproduce traces."),
+    "requests": ("kvassay.cli.requests:requests", "Show what a request trace asks for: lengths, prefix hit rates."),
+    "serve-replay": ("kvassay.cli.serve_replay:serve_replay", "Serve a request trace with a policy's footprint."),
 }
 """Verb: where its command is, and the line `--help` shows, so that help imports nothing else."""
 

@@ -11,13 +11,29 @@ import click
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), help="Run folder.  [default: runs/NAME]")
 @click.option("--jobs", type=click.IntRange(1), help="Contexts at a time, a process each.  [default: by cores]")
-def run(file: Path, out: Path | None, jobs: int | None) -> None:
+@click.option("--gate", "gate_file", type=click.Path(path_type=Path), help="Judge the run by this declared gate.")
+@click.option("--exploratory", is_flag=True, help="With --gate: judge even by a gate not declared before, and say so.")
+def run(file: Path, out: Path | None, jobs: int | None, gate_file: Path | None, exploratory: bool) -> None:
     """Run the experiment FILE (TOML) and print its table.
 
     May be stopped at any moment; the same command continues where it stopped. Files of finished units are
-    reused, so a second run of a finished experiment only prints.
+    reused, so a second run of a finished experiment only prints. With --gate the gate is copied into the run folder
+    before anything is computed, and must have been declared by then; a continued run is judged by it again.
     """
+    if exploratory and gate_file is None:
+        raise click.UsageError("--exploratory needs --gate")
     from kvassay.experiment.schema import load_experiment
+    from kvassay.gate.session import judge_run, pin, pinned
     from kvassay.report.session import run_and_report
 
-    run_and_report(load_experiment(file), str(file), file.parent, out, jobs)
+    run_and_report(
+        load_experiment(file),
+        str(file),
+        file.parent,
+        out,
+        jobs,
+        begin=lambda folder: None if gate_file is None else pin(gate_file, folder, exploratory=exploratory),
+        judge=lambda results: (
+            judge_run(results, gate_file, exploratory=exploratory) if gate_file or pinned(results.path) else None
+        ),
+    )

@@ -10,10 +10,16 @@ import click
 
 @click.command("show")
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print manifest and cells as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print manifest, cells, latency and cost as JSON.")
 @click.option("--html", is_flag=True, help="Write RUN/report.html anew and print its path.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw the run to this .png, .svg or .pdf file.")
-def show(run: Path, as_json: bool, html: bool, picture: Path | None) -> None:
+@click.option(
+    "--export",
+    type=(click.Choice(["lm-eval"]), click.Path(path_type=Path)),
+    metavar="lm-eval DIR",
+    help="Write lm-evaluation-harness result files below DIR, one per model and arm.",
+)
+def show(run: Path, as_json: bool, html: bool, picture: Path | None, export: tuple[str, Path] | None) -> None:
     """Show the results of the run folder RUN as a table (or as asked)."""
     from kvassay.experiment.results import Results, as_data
 
@@ -28,7 +34,17 @@ def show(run: Path, as_json: bool, html: bool, picture: Path | None) -> None:
         from kvassay.report.picture import write_picture
 
         click.echo(write_picture(results, picture))
-    if not (as_json or html or picture):
-        from kvassay.report.table import ReportTable, console_for
+    if export is not None:
+        from kvassay.report.lm_eval_json import write_lm_eval
 
-        console_for().print(ReportTable(results))
+        for file in write_lm_eval(results, export[1]):
+            click.echo(file)
+    if not (as_json or html or picture or export):
+        from kvassay.report.acceptance import AcceptanceTable
+        from kvassay.report.table import ReportTable, console_for
+        from kvassay.report.verdicts import verdict_table
+
+        verdicts = verdict_table(run)
+        if verdicts is not None:
+            console_for().print(verdicts, "")
+        console_for().print(ReportTable(results), AcceptanceTable(results), sep="")

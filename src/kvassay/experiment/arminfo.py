@@ -29,3 +29,10 @@ class ArmInfo:
     deviations: tuple[str, ...] = ()
     own_prefill: bool = False
     """Prefilled with the policy in the loop; False: forked from the dense prefill that all others share."""
+    effects: tuple[str, ...] = ()
+    """What the policy does to the cache, as in its card; empty in a run of an older version, as are the next four."""
+    when: tuple[str, ...] = ()
+    evidence: tuple[str, ...] = ()
+    acts_on: tuple[str, ...] = ()
+    """Layer kinds it may touch."""
+    unit: str = ""

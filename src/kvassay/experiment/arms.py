@@ -91,6 +91,11 @@ def _describe(arm: Arm, always: bool) -> ArmInfo:
         gaps=card.gaps,
         deviations=card.deviations,
         own_prefill=arm.prefill is Prefill.OWN,
+        effects=tuple(sorted(card.effects)),
+        when=tuple(sorted(card.when)),
+        evidence=tuple(sorted(card.evidence)),
+        acts_on=tuple(sorted(card.acts_on)),
+        unit=card.unit,
     )
 
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvassay.experiment.checking import check_set
+from kvassay.experiment.columns import schema_json
 from kvassay.experiment.costs import model_costs
 from kvassay.experiment.findings import dump_findings
-from kvassay.experiment.folder import CELLS, CHECKS, COST, SAMPLES, RunFolder
+from kvassay.experiment.folder import CELLS, CHECKS, COST, SAMPLES, SCHEMA, RunFolder
 from kvassay.experiment.plan import Plan, TraceSet, short_model
 from kvassay.experiment.records import write_records
 from kvassay.experiment.rows import write_cells, write_samples
@@ -26,7 +27,8 @@ def collect(
     latency: Sequence[LatencyResult],
     manifest: dict[str, Any],
 ) -> None:
-    """Write `samples.parquet`, `cells.parquet`, `checks.json` and `cost.parquet`; the manifest gets the trace sets."""
+    """Write the rows, the cells, what the checks found, the modelled costs and `schema.json`; the manifest gets the
+    trace sets."""
     samples, cells, sets, findings = [], [], [], {}
     manifest["trace_sets"] = []
     for trace_set in plan.trace_sets:
@@ -52,6 +54,7 @@ def collect(
     folder.write(folder.path / CELLS, lambda path: write_cells(cells, path))
     folder.write_text(folder.path / CHECKS, dump_findings(findings))
     costs = model_costs(plan, sets, latency, manifest["machine"])
+    folder.write_text(folder.path / SCHEMA, schema_json())
     folder.write(folder.path / COST, lambda path: write_records(costs, CostResult, path))
 
 

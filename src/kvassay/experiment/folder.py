@@ -6,7 +6,16 @@ traces/         recorded contexts, by key
 units/          one parquet per context with all arms, by key: what a later run continues from
 samples.parquet every question under every arm
 cells.parquet   one row per trace set and arm
-report.html     the same for people
+checks.json     what is wrong or odd with them, by name
+latency.parquet decode time of every arm, measured on this machine
+speculation/    one parquet per context with what was accepted of drafts, if that is measured
+speculation.parquet all of them
+fidelity.parquet attention error by layer and head in the open loop, if `kvassay fidelity` was asked for it
+cost.parquet    decode time of every arm on other hardware, modelled
+schema.json     every column of these files: type, unit, denominator, direction, measured or modelled
+gate.toml       the gate that judges the run, with a copy of its log, gate-log.jsonl
+verdicts.json   what the gate says of every arm
+report.html     the same for people, and report.md without charts
 """
 
 from __future__ import annotations
@@ -25,7 +34,14 @@ MANIFEST = "manifest.json"
 RESOLVED = "resolved.toml"
 SAMPLES = "samples.parquet"
 CELLS = "cells.parquet"
+CHECKS = "checks.json"
+LATENCY = "latency.parquet"
+COST = "cost.parquet"
+FIDELITY = "fidelity.parquet"
+SCHEMA = "schema.json"
+SPECULATION = "speculation.parquet"
 REPORT = "report.html"
+MARKDOWN = "report.md"
 TEMPORARY = ".tmp-"
 """Prefix of files being written; whatever is left of them belongs to a run that was killed."""
 
@@ -37,10 +53,15 @@ class RunFolder:
         self.path = Path(path)
         self.traces = self.path / "traces"
         self.units = self.path / "units"
+        self.speculation = self.path / "speculation"
 
     def unit(self, key: str) -> Path:
         """File of a finished unit."""
         return self.units / f"{key}.parquet"
+
+    def drafted(self, key: str) -> Path:
+        """File of a context's speculative acceptance."""
+        return self.speculation / f"{key}.parquet"
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -66,7 +87,7 @@ class RunFolder:
 
     def _clean(self) -> None:
         # Trace recordings grow in hidden siblings of their final folder; both kinds begin with a dot.
-        for folder in (self.path, self.units, self.traces):
+        for folder in (self.path, self.units, self.traces, self.speculation):
             for left in folder.glob(".*"):
                 if left.name == ".lock":
                     continue
@@ -84,6 +105,7 @@ class RunFolder:
 
         temporary = target.with_name(f"{TEMPORARY}{target.name}")
         with os_errors(target):
+            target.parent.mkdir(exist_ok=True)
             try:
                 fill(temporary)
                 sync(temporary)

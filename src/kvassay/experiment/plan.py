@@ -145,8 +145,15 @@ def record_options(experiment: Experiment, policies: Sequence[Policy]) -> Record
 
 
 def options_for(policies: Sequence[Policy], base: RecordOptions) -> RecordOptions:
-    """`base` with what these policies need besides: queries, taps, and of which layers."""
-    shown = [policy.card for policy in policies if policy.card.when & {When.AFTER_PREFILL, When.OFFLINE}]
+    """`base` with what these policies need besides: queries, taps, and of which layers.
+
+    Hidden states that a policy observes step by step come from the replay's own passes and need no tap.
+    """
+    shown = [
+        policy.card
+        for policy in policies
+        if When.AFTER_PREFILL in policy.card.when or (When.OFFLINE in policy.card.when and not policy.writes_observe)
+    ]
     layers = sorted({layer for card in shown for layer in card.taps})
     kinds = sorted({TAPS[evidence] for card in shown for evidence in card.evidence & TAPS.keys()})
     return dataclasses.replace(

@@ -36,12 +36,12 @@ def machine(device: str) -> dict[str, Any]:
 def commit() -> dict[str, Any] | None:
     """The commit of kvassay's own source and whether files differ from it; None if it is not in a repository."""
     here = Path(__file__).resolve().parents[1]
-    if _git(here, "ls-files", "--error-unmatch", "__init__.py") is None:
+    if git(here, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
-    found = _git(here, "rev-parse", "HEAD")
+    found = git(here, "rev-parse", "HEAD")
     if found is None:
         return None
-    return {"commit": found, "changed": bool(_git(here, "status", "--porcelain", "--", "."))}
+    return {"commit": found, "changed": bool(git(here, "status", "--porcelain", "--", "."))}
 
 
 def now() -> str:
@@ -49,7 +49,8 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
+def git(folder: Path, *arguments: str) -> str | None:
+    """What a git command in a folder prints; None if it fails, or there is no git."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False, timeout=20

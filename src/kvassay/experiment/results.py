@@ -12,7 +12,7 @@ from typing import Any
 from kvassay.errors import ExperimentError
 from kvassay.experiment.arminfo import ArmInfo
 from kvassay.experiment.findings import load_findings
-from kvassay.experiment.folder import CELLS, CHECKS, COST, LATENCY, MANIFEST, SAMPLES, SPECULATION
+from kvassay.experiment.folder import CELLS, CHECKS, COST, FIDELITY, LATENCY, MANIFEST, SAMPLES, SPECULATION
 from kvassay.experiment.records import read_records
 from kvassay.experiment.rows import cell_from_row, from_row, read_columns, read_table
 from kvassay.measure.acceptance import AcceptanceResult
@@ -20,7 +20,7 @@ from kvassay.measure.aggregate import Cell
 from kvassay.measure.checks import Finding
 from kvassay.measure.cost import CostResult
 from kvassay.measure.latency import LatencyResult
-from kvassay.measure.result import BranchResult
+from kvassay.measure.result import BranchResult, LayerFidelity
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,13 @@ class Results:
         """Every question under every arm."""
         return [from_row(row) for row in read_table(self.path / SAMPLES)]
 
+    def first_traces(self) -> dict[tuple[str, str], str]:
+        """Name of the first recorded context of each (model, trace set)."""
+        found: dict[tuple[str, str], str] = {}
+        for unit in self.manifest["units"]:
+            found.setdefault((unit["model"], unit["trace_set"]), unit["trace"])
+        return found
+
     def columns(self, *names: str) -> dict[str, list[Any]]:
         """Some columns of `samples.parquet`, in its order; those that an older run did not write are left out."""
         return read_columns(self.path / SAMPLES, names)
@@ -95,6 +102,11 @@ class Results:
     def speculation(self) -> tuple[AcceptanceResult, ...]:
         """Acceptance in speculative decoding, one per question, arm, mode, drafter and k; none if not measured."""
         return read_records(self.path / SPECULATION, AcceptanceResult)
+
+    @cached_property
+    def fidelity(self) -> tuple[LayerFidelity, ...]:
+        """Open loop, one per question, arm and layer of the contexts screened; none if the run was not screened."""
+        return read_records(self.path / FIDELITY, LayerFidelity)
 
     @cached_property
     def cost(self) -> tuple[CostResult, ...]:

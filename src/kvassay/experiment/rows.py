@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +12,24 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kvassay.errors import ExperimentError
-from kvassay.measure.aggregate import Cell
-from kvassay.measure.metrics import AMOUNTS, QUALITY
+from kvassay.experiment.records import arrow_type, first_line
+from kvassay.measure.aggregate import FLIPPED, Cell
+from kvassay.measure.metrics import AMOUNTS, CARDS, QUALITY
+from kvassay.measure.resample import Bounds, Estimate
 from kvassay.measure.result import RECLAIM_MODES, BranchResult
-from kvassay.measure.statistics import Estimate, Flips
+from kvassay.measure.statistics import Flips
 
 FREED = "blocks_freed"
+_FIELDS = tuple(f.name for f in dataclasses.fields(BranchResult) if f.name != FREED)
 WALL = ("policy_seconds",)
 """Columns that two runs of the same unit cannot share: wall time."""
-_ARROW = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
-_FLIPPED = ("task", "top1")
 
 
 def sample_schema() -> Any:
     """Columns of `BranchResult`, `blocks_freed` spread over one column per reclaim mode."""
     hints = typing.get_type_hints(BranchResult)
-    columns = [(f.name, _arrow(hints[f.name])) for f in dataclasses.fields(BranchResult) if f.name != FREED]
+    columns = [(f.name, arrow_type(hints[f.name])) for f in dataclasses.fields(BranchResult) if f.name != FREED]
     return pa.schema([*columns, *((f"{FREED}_{mode}", pa.float64()) for mode in RECLAIM_MODES)])
-
-
-def _arrow(hint: Any) -> Any:
-    if isinstance(hint, types.UnionType):
-        hint = next(part for part in typing.get_args(hint) if part is not type(None))
-    return _ARROW[hint]
 
 
 def to_row(result: BranchResult) -> dict[str, Any]:
@@ -46,10 +40,10 @@ def to_row(result: BranchResult) -> dict[str, Any]:
 
 
 def from_row(row: Mapping[str, Any]) -> BranchResult:
-    """The result that `to_row` flattened; columns it does not know are left out."""
-    names = {f.name for f in dataclasses.fields(BranchResult)} - {FREED}
+    """The result that `to_row` flattened; columns it does not know are left out, newer ones may lack."""
     freed = {mode: row[f"{FREED}_{mode}"] for mode in RECLAIM_MODES if row.get(f"{FREED}_{mode}") is not None}
-    return BranchResult(**{name: row[name] for name in names}, blocks_freed=freed)
+    values = {name: row[name] for name in _FIELDS if name in row}
+    return BranchResult(**{**values, "kept": tuple(values.get("kept", ())), FREED: freed})
 
 
 def write_results(results: Sequence[BranchResult], path: Path, notes: Mapping[str, str]) -> None:
@@ -62,8 +56,8 @@ def read_results(path: Path) -> list[BranchResult]:
     """Read the rows of one unit; `ExperimentError` if the file is damaged or of another version."""
     try:
         return [from_row(row) for row in pq.read_table(path).to_pylist()]
-    except (pa.ArrowException, OSError, KeyError) as error:
-        raise ExperimentError(f"{path}: cannot be read as results: {_line(error)}") from None
+    except (pa.ArrowException, OSError, KeyError, TypeError) as error:
+        raise ExperimentError(f"{path}: cannot be read as results: {first_line(error)}") from None
 
 
 def write_samples(groups: Sequence[tuple[Mapping[str, str], Sequence[BranchResult]]], path: Path) -> None:
@@ -78,11 +72,12 @@ def write_cells(groups: Sequence[tuple[Mapping[str, str], Sequence[Cell]]], path
     """Write all cells of a run, one row per trace set and arm."""
     rows = [{**labels, **cell_to_row(cell)} for labels, cells in groups for cell in cells]
     # Named types: a column of missing intervals would otherwise have none.
-    schema = pa.schema([(name, _cell_type(name, groups[0][0])) for name in rows[0]])
+    schema = pa.schema([(name, cell_type(name, groups[0][0])) for name in rows[0]])
     pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)
 
 
-def _cell_type(name: str, labels: Mapping[str, str]) -> Any:
+def cell_type(name: str, labels: Iterable[str]) -> Any:
+    """Column type of a cell's number, name or count; `labels` are names."""
     if name in (*labels, "arm", "workload"):
         return pa.string()
     if name == "query_aware":
@@ -91,7 +86,7 @@ def _cell_type(name: str, labels: Mapping[str, str]) -> Any:
         "samples",
         "contexts",
         "diverged",
-        *(f"{flipped}_{way}" for flipped in _FLIPPED for way in ("lost", "won")),
+        *(f"{flipped}_{way}" for flipped in FLIPPED for way in ("lost", "won")),
     )
     return pa.int64() if name in counts else pa.float64()
 
@@ -102,40 +97,60 @@ def read_table(path: Path) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
         return rows
     except (pa.ArrowException, OSError) as error:
-        raise ExperimentError(f"{path}: cannot be read: {_line(error)}") from None
+        raise ExperimentError(f"{path}: cannot be read: {first_line(error)}") from None
+
+
+def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
+    """Those of the named columns that a parquet file has; `ExperimentError` if it is missing or damaged."""
+    try:
+        file = pq.ParquetFile(path)
+        there = [name for name in names if name in file.schema_arrow.names]
+        columns: dict[str, list[Any]] = file.read(columns=there).to_pydict()
+        return columns
+    except (pa.ArrowException, OSError) as error:
+        raise ExperimentError(f"{path}: cannot be read: {first_line(error)}") from None
 
 
 def cell_to_row(cell: Cell) -> dict[str, Any]:
-    """One flat row: `top1`, `top1_low`, `top1_high`, `top1_diff`, `top1_diff_low`, ..., `task_lost`, `task_won`."""
+    """One flat row.
+
+    By quality metric: `top1`, `top1_low`, `top1_high`, `top1_error` (mean, ends of the interval, standard error),
+    `top1_worst` (worst tenth); `top1_diff`, `top1_diff_low`, `top1_diff_high`, `top1_diff_error`, `top1_diff_worst`
+    (arm minus dense, paired), `top1_noise`. For `task` and `top1`: `_lost`, `_won`, `_mcnemar` (exact p).
+    """
     row: dict[str, Any] = {
-        name: getattr(cell, name)
-        for name in ("arm", "workload", "query_aware", "samples", "contexts", "worst_decile_nll", "diverged")
+        name: getattr(cell, name) for name in ("arm", "workload", "query_aware", "samples", "contexts", "diverged")
     }
     for name in QUALITY:
         row |= _spread(name, cell.quality[name])
+        row[f"{name}_worst"] = cell.worst[name]
         row |= _spread(f"{name}_diff", cell.difference.get(name))
-    for name in _FLIPPED:
+        row[f"{name}_diff_worst"] = cell.worst_difference.get(name)
+        row[f"{name}_noise"] = cell.noise.get(name)
+    for name in FLIPPED:
         found = cell.flips.get(name)
         row |= {f"{name}_lost": found and found.right_to_wrong, f"{name}_won": found and found.wrong_to_right}
+        row[f"{name}_mcnemar"] = found and found.p_value
     row |= dict(cell.amounts)
     row["peak_bytes"] = cell.peak_bytes
     return row | {f"{FREED}_{mode}": cell.blocks_freed.get(mode) for mode in RECLAIM_MODES}
 
 
 def cell_from_row(row: Mapping[str, Any]) -> Cell:
-    """The cell that `cell_to_row` flattened."""
+    """The cell that `cell_to_row` flattened; KeyError for a row of another version."""
     compared = row["nll_diff"] is not None
-    size = (row["samples"], row["contexts"])
     return Cell(
         arm=row["arm"],
         workload=row["workload"],
         query_aware=row["query_aware"],
         samples=row["samples"],
         contexts=row["contexts"],
-        quality={name: _gather(name, row, size) for name in QUALITY},
-        difference={name: _gather(f"{name}_diff", row, size) for name in QUALITY} if compared else {},
-        flips={n: Flips(row[f"{n}_lost"], row[f"{n}_won"], size[0]) for n in _FLIPPED} if compared else {},
-        worst_decile_nll=row["worst_decile_nll"],
+        quality={name: _gather(name, row, CARDS[name].bounds) for name in QUALITY},
+        difference={n: _gather(f"{n}_diff", row, CARDS[n].paired_bounds) for n in QUALITY} if compared else {},
+        noise={name: row[f"{name}_noise"] for name in QUALITY} if compared else {},
+        worst={name: row[f"{name}_worst"] for name in QUALITY},
+        worst_difference={name: row[f"{name}_diff_worst"] for name in QUALITY} if compared else {},
+        flips={name: _flips(name, row) for name in FLIPPED} if compared else {},
         diverged=row["diverged"],
         amounts={name: row[name] for name in AMOUNTS},
         peak_bytes=row["peak_bytes"],
@@ -144,15 +159,15 @@ def cell_from_row(row: Mapping[str, Any]) -> Cell:
 
 
 def _spread(name: str, found: Estimate | None) -> dict[str, float | None]:
-    if found is None:
-        return {name: None, f"{name}_low": None, f"{name}_high": None}
-    return {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
+    names = (name, f"{name}_low", f"{name}_high", f"{name}_error")
+    values = (None,) * 4 if found is None else (found.mean, found.low, found.high, found.error)
+    return dict(zip(names, values, strict=True))
 
 
-def _gather(name: str, row: Mapping[str, Any], size: tuple[int, int]) -> Estimate:
-    return Estimate(row[name], row[f"{name}_low"], row[f"{name}_high"], *size)
+def _gather(name: str, row: Mapping[str, Any], bounds: Bounds) -> Estimate:
+    mean, low, high, error = (row[column] for column in _spread(name, None))
+    return Estimate(mean, low, high, row["samples"], row["contexts"], error, bounds)
 
 
-def _line(error: Exception) -> str:
-    """An exception on one line."""
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+def _flips(name: str, row: Mapping[str, Any]) -> Flips:
+    return Flips(row[f"{name}_lost"], row[f"{name}_won"], row["samples"], row[f"{name}_mcnemar"])

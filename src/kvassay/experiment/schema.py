@@ -15,32 +15,16 @@ budgets = ["keep=0.25", "keep=0.5"]
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
-from pydantic_core import ErrorDetails
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
-from kvassay.errors import ExperimentError, did_you_mean
+from kvassay.errors import ExperimentError
+from kvassay.experiment.tables import Names, Table, as_tuple, explain, read_toml
 from kvassay.experiment.tokens import parse_tokens
 
 Tokens = Annotated[int, BeforeValidator(parse_tokens)]
-
-
-class Table(BaseModel):
-    """Base of every table: frozen, strict about types, and an unknown key is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
-
-
-def _as_tuple(value: object) -> object:
-    """TOML has lists; a frozen table holds tuples."""
-    return tuple(value) if isinstance(value, list) else value
-
-
-Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 
 
 class About(Table):
@@ -63,8 +47,8 @@ class Workload(Table):
     """Name in `kvassay workloads`."""
     length: Tokens
     """Tokens of each context, special tokens included: 2048 or "2k"."""
-    contexts: int = Field(default=4, ge=1)
-    """How many contexts; intervals are over contexts, so 1 gives none."""
+    contexts: int = Field(default=5, ge=1)
+    """How many contexts; intervals are over contexts, and fewer than 5 give none."""
     questions: int = Field(default=3, ge=1)
     """Questions asked of each context, each from the same compressed cache."""
     query_aware: bool = False
@@ -133,16 +117,57 @@ class CalibrationTable(Table):
     """Name in `kvassay workloads`; its prose is of documents that no test context is made of."""
 
 
+class LatencyTable(Table):
+    """`[latency]`: how decode attention is timed, once all contexts are replayed and nothing else runs."""
+
+    enabled: bool = True
+    """Time it at all; costs seconds."""
+    rounds: int = Field(default=7, ge=3)
+    """Rounds over all arms, in turn; times are medians over them."""
+    contexts: int = Field(default=1, ge=1)
+    """Contexts timed of each workload, the first ones; at most as many as there are."""
+
+
+class SpeculationTable(Table):
+    """`[speculation]`: acceptance in speculative decoding; measured only if drafters are named."""
+
+    drafters: Names = ()
+    """Who drafts: "compressed" (each arm's cache drafts, dense verifies), "ngram" (prompt lookup drafts, dense and
+    each arm verify), or a second model with the same tokenizer (each arm verifies): an embedded name, a folder or a
+    Hugging Face id with a `/`."""
+    arms: Names = ()
+    """Arms that take part: policies, or whole labels as in the table; none named: all. Dense always does."""
+    k: int = Field(default=8, ge=1, le=32)
+    """Most draft tokens per round; teacher-forced figures are given for 1 to k."""
+    tokens: int = Field(default=16, ge=1)
+    """Most positions per question to draft from (teacher-forced), and most tokens to emit (free-running)."""
+    ngram_min: int = Field(default=2, ge=1)
+    """Shortest end of the text that prompt lookup looks for, in tokens."""
+    ngram_max: int = Field(default=4, ge=1)
+    """Longest."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        changed = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+        if changed and not self.drafters:
+            raise ValueError(f"{changed[0]} is set, but drafters names nobody, so nothing would be measured")
+        if self.ngram_min > self.ngram_max:
+            raise ValueError(f"ngram_min is {self.ngram_min}, ngram_max {self.ngram_max}: at most as long")
+        return self
+
+
 class Experiment(Table):
     """A whole experiment file."""
 
     experiment: About
-    workload: Annotated[tuple[Workload, ...], BeforeValidator(_as_tuple)] = Field(min_length=1)
+    workload: Annotated[tuple[Workload, ...], BeforeValidator(as_tuple)] = Field(min_length=1)
     arms: Arms
     protection: ProtectionTable = ProtectionTable()
     protocol: ProtocolTable = ProtocolTable()
     record: RecordTable = RecordTable()
     calibration: CalibrationTable = CalibrationTable()
+    latency: LatencyTable = LatencyTable()
+    speculation: SpeculationTable = SpeculationTable()
 
     @field_validator("workload")
     @classmethod
@@ -158,83 +183,10 @@ def parse_experiment(data: dict[str, Any], source: str) -> Experiment:
     try:
         return Experiment.model_validate(data)
     except ValidationError as error:
-        raise ExperimentError(f"{source}: {explain(error)}") from None
+        raise ExperimentError(f"{source}: {explain(error, Experiment)}") from None
 
 
 def load_experiment(path: str | Path) -> Experiment:
     """Read and validate an experiment file; `ExperimentError` names file, key and what is allowed."""
-    file = Path(path)
-    try:
-        data = tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ExperimentError(f"{file}: cannot be read: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ExperimentError(f"{file}: not valid TOML: {error}") from None
-    return parse_experiment(data, str(file))
-
-
-def explain(error: ValidationError) -> str:
-    """One line for the first mistake: where it is, what is wrong, what is allowed, and how many more there are."""
-    found = _independent(error.errors(include_url=False))
-    first = found[0]
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    *parents, key = first["loc"]
-    table = _table_name(parents)
-    if first["type"] == "extra_forbidden":
-        return f"{table}unknown key '{key}'{did_you_mean(str(key), _known(parents))}{more}"
-    if first["type"] == "missing":
-        return f"{table}missing key '{key}'{more}"
-    message = first["msg"].removeprefix("Value error, ").replace("\n", " ")
-    message = message.replace("tuple", "list").replace("Tuple", "List")
-    if first["type"] == "string_pattern_mismatch":
-        message = "letters, digits, '.', '_' and '-' only, beginning with a letter or digit"
-    got = "" if first["type"] == "value_error" else f", got {first['input']!r}"
-    return f"{table}{_key_name(key)}: {message}{got}{more}"
-
-
-def _independent(errors: Sequence[ErrorDetails]) -> list[ErrorDetails]:
-    """The errors without those that others entail: a misspelt key leaves one missing, a bad entry a list short."""
-    places = [item["loc"] for item in errors]
-    misspelt = {item["loc"][:-1] for item in errors if item["type"] == "extra_forbidden"}
-    return [
-        item
-        for item in errors
-        if not (item["type"] == "missing" and item["loc"][:-1] in misspelt)
-        and not (item["type"] == "too_short" and any(_inside(place, item["loc"]) for place in places))
-    ]
-
-
-def _inside(place: tuple[int | str, ...], table: tuple[int | str, ...]) -> bool:
-    return place != table and place[: len(table)] == table
-
-
-def _key_name(key: str | int) -> str:
-    return f"entry {key + 1}" if isinstance(key, int) else key
-
-
-def _table_name(parents: list[str | int]) -> str:
-    """How the file writes the place: `[arms] `, `[[workload]] 2: `."""
-    if not parents:
-        return ""
-    name, *rest = parents
-    if name == "workload" and rest:
-        inner = "".join(f"{_key_name(part)} " for part in rest[1:])
-        return f"[[workload]] {int(rest[0]) + 1}: {inner}"
-    return f"[{name}] " + "".join(f"{_key_name(part)} " for part in rest)
-
-
-def _known(parents: list[str | int]) -> list[str]:
-    """Keys of the table at a place."""
-    model: type[BaseModel] = Experiment
-    kinds: dict[str, type[BaseModel]] = {
-        "experiment": About,
-        "workload": Workload,
-        "arms": Arms,
-        "protection": ProtectionTable,
-        "protocol": ProtocolTable,
-        "record": RecordTable,
-        "calibration": CalibrationTable,
-    }
-    if parents:
-        model = kinds.get(str(parents[0]), Experiment)
-    return list(model.model_fields)
+    data = read_toml(path, ExperimentError)
+    return parse_experiment(data, str(path))

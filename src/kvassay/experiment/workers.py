@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,6 +112,8 @@ class Workers:
 class _Worker:
     start: _Start
     plan: Plan
+    fits: ExitStack
+    """Keeps what offline policies have learnt for as long as this process lives."""
     session: Session | None = None
     model: str = ""
     calibration: Trace | None = None
@@ -124,10 +127,14 @@ def _begin(start: _Start) -> None:
     import numba
     import torch
 
+    from kvassay.replay.calibration import fitting_once
+
     threading.Thread(target=_end_with, args=(start.parent,), daemon=True).start()
     torch.set_num_threads(start.threads)
     numba.set_num_threads(min(start.threads, numba.config.NUMBA_NUM_THREADS))
-    _WORKER.append(_Worker(start, make_plan(start.experiment, start.source, start.base)))
+    fits = ExitStack()
+    fits.enter_context(fitting_once())
+    _WORKER.append(_Worker(start, make_plan(start.experiment, start.source, start.base), fits))
 
 
 def _end_with(parent: int) -> None:

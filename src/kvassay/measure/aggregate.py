@@ -27,6 +27,9 @@ AGAIN = f"{DENSE}'"
 FLIPPED = ("task", "top1")
 """Metrics that make an answer right or wrong."""
 
+FULL_MARKS = 1 - 1e-9
+"""From which score on an answer is right: a hair of float noise is not a wrong one."""
+
 _QUALITY, _AMOUNTS = attrgetter(*QUALITY), attrgetter(*AMOUNTS)
 
 Key = tuple[str, int]
@@ -161,7 +164,7 @@ def _cell(rows: Sequence[BranchResult], dense: Sequence[BranchResult] | None, **
     flipped: dict[str, Flips] = {}
     if dense is not None:
         for name in FLIPPED:
-            flipped[name] = flips([_right(row, name) for row in dense], [_right(row, name) for row in rows])
+            flipped[name] = flips([right(row, name) for row in dense], [right(row, name) for row in rows])
     return Cell(
         arm=rows[0].arm,
         workload=rows[0].workload,
@@ -181,9 +184,9 @@ def _cell(rows: Sequence[BranchResult], dense: Sequence[BranchResult] | None, **
     )
 
 
-def _right(row: BranchResult, name: str) -> bool:
-    """Full marks; a hair of float noise is not a wrong answer."""
-    return float(getattr(row, name)) >= 1 - 1e-9
+def right(row: BranchResult, name: str) -> bool:
+    """Whether a question counts as answered right: full marks in `name` (`FLIPPED`)."""
+    return float(getattr(row, name)) >= FULL_MARKS
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,8 +17,9 @@ from kvassay.measure.result import LayerFidelity
 class Deviation:
     """Sums over queries of one layer, in double precision."""
 
-    squared_error: float = 0.0
-    squared_norm: float = 0.0
+    squared_errors: list[float] = field(default_factory=list)
+    """By query head."""
+    squared_norms: list[float] = field(default_factory=list)
     mass: float = 0.0
     rows: int = 0
     read: float = 0.0
@@ -28,8 +29,10 @@ class Deviation:
 
     def add(self, mine: Tensor, dense: Tensor, share: Tensor) -> None:
         """Outputs [q_heads, queries, v_dim] of arm and dense, and the arm's share of the mass [q_heads, queries]."""
-        self.squared_error += float((mine.double() - dense.double()).square().sum())
-        self.squared_norm += float(dense.double().square().sum())
+        errors = (mine.double() - dense.double()).square().sum((1, 2)).tolist()
+        norms = dense.double().square().sum((1, 2)).tolist()
+        self.squared_errors = _added(self.squared_errors, errors)
+        self.squared_norms = _added(self.squared_norms, norms)
         self.mass += float(share.double().sum())
         self.rows += share.numel()
 
@@ -41,14 +44,27 @@ class Deviation:
     @property
     def output_error(self) -> float:
         """||arm - dense|| / ||dense|| over all queries and heads; an error where dense is 0 is infinite."""
-        if self.squared_error == 0.0:
-            return 0.0
-        return math.sqrt(self.squared_error / self.squared_norm) if self.squared_norm else math.inf
+        return _relative(math.fsum(self.squared_errors), math.fsum(self.squared_norms))
+
+    @property
+    def head_errors(self) -> tuple[float, ...]:
+        """The same of each query head alone."""
+        return tuple(map(_relative, self.squared_errors, self.squared_norms))
 
     @property
     def retained_mass(self) -> float:
         """Mean share of dense's mass, in [0, 1]."""
         return self.mass / self.rows
+
+
+def _added(sums: Sequence[float], more: Sequence[float]) -> list[float]:
+    return [a + b for a, b in zip(sums, more, strict=True)] if sums else list(more)
+
+
+def _relative(squared_error: float, squared_norm: float) -> float:
+    if squared_error == 0.0:
+        return 0.0
+    return math.sqrt(squared_error / squared_norm) if squared_norm else math.inf
 
 
 def retained_share(weights: Tensor, dense: Stored, data: Stored, seen: Tensor) -> Tensor:

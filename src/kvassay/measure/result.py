@@ -125,3 +125,5 @@ class LayerFidelity:
     """Those of `read_bytes` that were read to choose: side data, or keys, of what may not be chosen."""
     dense_bytes: float = 0.0
     """Bytes that dense reads for the same queries, mean."""
+    head_errors: tuple[float, ...] = ()
+    """`output_error` of each query head alone."""
