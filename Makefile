@@ -1,4 +1,4 @@
-# make setup | demo | test | test-all | lint | types | check | vs-kvpress | locks-parity | lm-eval | browser | vllm | clean
+# make setup | demo | test | test-slow | test-all | lint | types | check | vs-kvpress | locks-parity | lm-eval | browser | vllm | clean
 # Everything runs in .venv, which is made on first use. PYTHON=... chooses the interpreter (3.11 or later).
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -19,7 +19,7 @@ VLLM_READY := $(VLLM)/.kvassay-ready
 VLLM_CORE_READY := $(VLLM)/core-$(VLLM_CORE)/.kvassay-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint types check vs-kvpress locks-parity lm-eval lm-eval-setup browser vllm vllm-setup clean
+.PHONY: help setup demo test test-slow test-all lint types check vs-kvpress locks-parity lm-eval lm-eval-setup browser vllm vllm-setup clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,8 +40,10 @@ demo: $(READY) ## Judge a dozen policies on two small real models (fetches them 
 test: $(READY) ## Fast tests: no model is needed
 	$(BIN)/python -m pytest
 
-test-all: $(READY) ## All tests this machine can run
-	$(BIN)/python -m pytest -m "not vllm and not gpu and not browser and not lm_eval"
+test-slow: $(READY) ## Tests that take tens of seconds or need an embedded model
+	$(BIN)/python -m pytest -m "slow and not vllm and not gpu and not browser and not lm_eval"
+
+test-all: test test-slow ## Both; vllm, lm-eval and browser have targets of their own
 
 lint: $(READY) ## Style and room order
 	$(BIN)/ruff check .
