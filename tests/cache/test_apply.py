@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvassay.cache.edits import Bias, Decision, Edit, Evict, LowRank, Merge, Quantize
+from kvassay.cache.edits import Bias, Decision, Edit, Evict, KeyNorm, LowRank, Merge, Quantize
 from kvassay.cache.ops import GroupSpec
 from kvassay.cache.rope import rotate, unrotate
 from kvassay.errors import IllegalEdit, LayoutError
@@ -312,6 +312,41 @@ class TestLowRank:
         # Coefficients are billed at the layout's dtype, 2 bytes.
         assert made.cache.ledger.segments(seq, 0)[0].nbytes == 6 * len(groups) * (3 + 2) * 2
 
+    def test_biases_and_the_key_norm_are_put_back(self) -> None:
+        """Keys are projected per head and before their norm, values over both heads; holes shift nothing."""
+        rng = torch.Generator().manual_seed(3)
+        made, seq = one_layer(N, rope=ROPE)
+        key, value = bases(((1,), (0,)), 8, 3, 1), bases(((0, 1),), 8, 2, 2)
+        rows, weight = torch.randn(2, N, 8, generator=rng), torch.randn(8, generator=rng)
+        bias = torch.randn(2, 2, 8, generator=rng)
+        scope = torch.arange(N) % 2 == 1
+        apply(
+            made,
+            seq,
+            LowRank(
+                ((1,), (0,)),
+                key[0],
+                key[1],
+                value[0],
+                value[1],
+                domain="pre_rope",
+                tokens=scope,
+                value_groups=((0, 1),),
+                key_bias=bias[0],
+                value_bias=bias[1],
+                key_norm=KeyNorm(weight, 0.1, rows),
+            ),
+        )
+        truth = made.truth[seq, 0]
+        for p in scope.nonzero().flatten().tolist():
+            values = torch.cat([truth[h][p][1] - bias[1, h] for h in range(2)]) @ value[0][0] @ value[1][0]
+            for number, head in enumerate((1, 0)):
+                k = (rows[head, p] - bias[0, head]) @ key[0][number] @ key[1][number] + bias[0, head]
+                k = k / (k.square().mean() + 0.1).sqrt() * weight
+                k = rotate(k[None, None], torch.tensor([p]), ROPE)[0, 0]
+                truth[head][p] = (k, values.view(2, 8)[head] + bias[1, head])
+        made.check(seq, atol=1e-4)
+
     def test_one_side_alone_leaves_the_other(self) -> None:
         made, seq = one_layer(N)
         value = bases(((0, 1),), 8, 2, 2)
@@ -420,6 +455,28 @@ REFUSED: dict[str, tuple[Edit | list[Edit], str]] = {
     "low rank: ragged": (
         LowRank(ONE, EYE, EYE, EYE, EYE, tokens=torch.stack([torch.arange(N) < 2, torch.arange(N) < 5])),
         r"LowRank needs the same tokens in every head, its scope has \[2, 5\]",
+    ),
+    "low rank: value heads": (
+        LowRank(ONE, EYE, EYE, EYE, EYE, value_groups=((1,),)),
+        r"value_groups name heads \[1\], each of 0..1 once needed",
+    ),
+    "low rank: value groups": (
+        LowRank(ONE, EYE, EYE, EYE, EYE, value_groups=((0,), (1,))),
+        "LowRank has 1 value bases for 2 head groups",
+    ),
+    "low rank: bias": (
+        LowRank(ONE, EYE, EYE, EYE, EYE, value_bias=torch.ones(16)),
+        r"LowRank.value_bias \[16\], \[2, 8\] needed",
+    ),
+    "low rank: norm after rotation": (
+        LowRank(ONE, EYE, EYE, EYE, EYE, key_norm=KeyNorm(torch.ones(8), 0.0, torch.ones(2, N, 8))),
+        "LowRank.key_norm comes before the rotation: domain 'pre_rope' and key bases needed",
+    ),
+    "low rank: norm's rows": (
+        LowRank(
+            ONE, EYE, EYE, EYE, EYE, domain="pre_rope", key_norm=KeyNorm(torch.ones(8), 0.0, torch.ones(2, N - 1, 8))
+        ),
+        r"LowRank.key_norm has rows \[2, 7, 8\] and weight \[8\], \[2, 8, 8\] and \[8\] needed",
     ),
     "low rank: empty": (LowRank(ONE, EYE, EYE, EYE, EYE, tokens=~ALL), "LowRank encodes no token"),
     "no edit": ("evict please", "str is not an edit"),  # type: ignore[dict-item]

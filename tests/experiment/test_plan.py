@@ -9,10 +9,12 @@ import pytest
 
 from kvassay.errors import ExperimentError
 from kvassay.experiment.arms import describe_arms
-from kvassay.experiment.plan import Plan, make_plan
+from kvassay.experiment.plan import Plan, make_plan, options_for
 from kvassay.experiment.quick import quick_experiment
 from kvassay.experiment.schema import Experiment, load_experiment
 from kvassay.policy.card import Prefill
+from kvassay.policy.registry import make
+from kvassay.record.options import RecordOptions
 from tests.experiment.test_code import PLUGIN
 from tests.experiment.test_schema import GOOD, write
 
@@ -177,3 +179,10 @@ def test_try_names_its_folder_by_what_is_asked(quick: Callable[..., Experiment])
 def test_try_refuses_as_a_file_does(quick: Callable[..., Experiment]) -> None:
     with pytest.raises(ExperimentError, match=r"^kvassay try: \[arms\] budgets: "):
         make_plan(quick(budgets=("keep=0",)), "kvassay try", Path())
+
+
+def test_a_recording_holds_the_taps_that_policies_are_shown_of_it() -> None:
+    """Hidden states that a policy observes step by step come from the replay's own passes."""
+    base = RecordOptions()
+    assert options_for([make("epikv"), make("epikv-uncal"), make("svd")], base).taps == ()
+    assert options_for([make("epikv"), make("dynacalkv")], base).taps == ("layer_input",)

@@ -7,9 +7,9 @@ import pytest
 
 from kvassay.errors import GateError
 from kvassay.gate.issue import draft, write_issues
-from kvassay.policy.needs import TABLES, engine_needs
 from kvassay.gate.session import judge_run
 from kvassay.measure.result import RECLAIM_MODES
+from kvassay.policy.needs import TABLES, engine_needs
 from kvassay.policy.registry import BUILT_IN, make
 from tests.gate import made
 from tests.gate.folder import write_run

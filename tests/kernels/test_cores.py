@@ -61,6 +61,9 @@ def test_float8_of_every_code() -> None:
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_unpack_undoes_pack(bits: int) -> None:
     codes = torch.randint(2**bits, (120,), generator=torch.Generator().manual_seed(bits), dtype=torch.uint8)
-    out = np.empty(120, dtype=np.float32)
-    unpack(pack(codes, bits).numpy(), bits, np.float32(0.5), np.float32(-3), out)
-    np.testing.assert_array_equal(out, codes.numpy() * np.float32(0.5) - 3)
+    pairs = np.array([0.5, -3, 2, 1], dtype=np.float32)
+    out = np.full(122, -1, dtype=np.float32)
+    # Two groups of 60 codes, each of three vectors and a rest.
+    unpack(pack(codes, bits).numpy(), 0, 60 * bits // 8, bits, 2, 60, pairs, out, 1)
+    expected = np.concatenate([[-1], codes[:60].numpy() * 0.5 - 3, codes[60:].numpy() * 2.0 + 1, [-1]])
+    np.testing.assert_array_equal(out, expected)

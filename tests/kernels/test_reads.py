@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvassay.cache.edits import Bias, Decision, Edit, Evict, LowRank, Merge, Quantize
+from kvassay.cache.edits import Bias, Decision, Edit, Evict, KeyNorm, LowRank, Merge, Quantize
 from kvassay.cache.ops import GroupSpec
 from kvassay.cache.paged import PagedCache
 from kvassay.kernels.cpu import CpuKernel
@@ -51,6 +52,11 @@ def low_rank(domain: str, *, keys: bool = True, groups: tuple[tuple[int, ...], .
     return LowRank(groups, *side, encode, decode, domain=domain, tokens=torch.arange(N) >= 3)  # type: ignore[arg-type]
 
 
+WHOLE_VALUES: dict[str, Any] = {
+    "value_groups": ((0, 1),),
+    "value_encode": low_rank("pre_rope").value_encode,
+    "value_decode": low_rank("pre_rope").value_decode,
+}
 FIRST, ODD = torch.arange(N) < 21, torch.arange(N) % 2 == 1
 EDITS: dict[str, list[Edit]] = {
     "as written": [],
@@ -82,6 +88,14 @@ EDITS: dict[str, list[Edit]] = {
     "low rank, own bases": [low_rank("post_rope", groups=((1,), (0,)))],
     "low rank, values alone": [low_rank("post_rope", keys=False)],
     "low rank before rotation": [low_rank("pre_rope")],
+    "low rank, values grouped apart": [replace(low_rank("pre_rope", groups=((1,), (0,))), **WHOLE_VALUES)],
+    "low rank, bias and norm put back": [
+        replace(
+            low_rank("pre_rope"),
+            value_bias=random(HEADS, DIM, seed=20),
+            key_norm=KeyNorm(random(DIM, seed=21), 0.1, random(HEADS, N, DIM, seed=22)),
+        )
+    ],
     "codes, bias and eviction": [
         Bias(random(HEADS, N, seed=12)),
         Quantize(4, 4, group=4, tokens=FIRST),
@@ -197,9 +211,12 @@ def _widened(edit: Edit) -> Edit:
     """The edit for N + TAIL tokens, of which it leaves the last alone."""
     if isinstance(edit, Quantize) and edit.tokens is None:
         edit = replace(edit, tokens=torch.ones(N, dtype=torch.bool))
+    if isinstance(edit, LowRank) and edit.key_norm is not None:
+        rows = torch.nn.functional.pad(edit.key_norm.rows, (0, 0, 0, TAIL))
+        edit = replace(edit, key_norm=replace(edit.key_norm, rows=rows))
 
     def wide(name: str, x: Tensor) -> Tensor:
-        if name in ("key_bits",) and getattr(edit, "key_axis", "") == "channel":
+        if name.endswith("_bias") or (name == "key_bits" and getattr(edit, "key_axis", "") == "channel"):
             return x
         fill = {"keep": True, "into": -1, "weight": 1, "tokens": False, "log_weight": 0}.get(name, 16)
         return torch.cat([x, torch.full((*x.shape[:-1], TAIL), fill, dtype=x.dtype)], -1)

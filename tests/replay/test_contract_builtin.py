@@ -30,9 +30,10 @@ SMALL = {
     "selkv": {"window": 16},
     "kara": {"interval": 4},
     "epikv-uncal": {"reading": "generated"},
+    "epikv": {"reading": "generated", "tokens": 100},
 }
 NAMES = list(BUILT_IN)
-PROMPT_STAYS = {"kara", "epikv-uncal"}
+PROMPT_STAYS = {"kara", "epikv-uncal", "epikv"}
 WHILE_DECODING = {"paged-eviction", "r-kv"}
 TOKENS = {"keep_tokens", "read_tokens"}
 
@@ -45,7 +46,7 @@ def half(policy: Policy) -> list[Arm]:
     """The policy at half of what its unit counts."""
     if "per_window" in policy.card.budgets:  # a window as short as the answers, of which nothing is protected
         return [Arm(policy, Budget("per_window", 0.5), Protection(4, 0))]
-    if policy.card.name == "epikv-uncal":  # a few generated tokens: it never touches the prompt
+    if policy.card.name in ("epikv-uncal", "epikv"):  # a few generated tokens: it never touches the prompt
         return [Arm(policy, Budget("keep_tokens", 8), Protection(4, 0))]
     unit = "bytes" if policy.card.budgets == {"bytes"} else "keep_tokens"
     return grid([policy], [Budget(unit, 0.5)], PROTECTION)

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from kvassay.errors import ExperimentError
-from kvassay.kernels.device import DecodeKernel, LaneRead, PagedLayer, kernel
+from kvassay.kernels.device import DecodeKernel, LaneRead, PagedLayer, Plan, kernel
 from kvassay.measure.cost import decode_work
 from kvassay.policy.budget import Budget, Protection
 from kvassay.policy.registry import parse
@@ -99,13 +99,20 @@ def test_a_scan_is_charged_at_every_round(llama: World, monkeypatch: pytest.Monk
 def test_rounds_are_interleaved_and_the_first_does_not_count(llama: World, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[int] = []
 
-    class Counting:
+    class Counting(DecodeKernel):
         def __init__(self, inner: DecodeKernel) -> None:
             self.inner = inner
 
-        def decode(self, layer: PagedLayer, q: Tensor, lanes: Sequence[LaneRead]) -> Tensor:
-            order.append(int(sum(int(read.last.sum()) for read in lanes[0])))  # type: ignore[union-attr]
-            return self.inner.decode(layer, q, lanes)
+        def plan(self, layer: PagedLayer, lanes: Sequence[LaneRead], queries: int) -> Plan:
+            return Counted(self.inner.plan(layer, lanes, queries), int(sum(int(r.last.sum()) for r in lanes[0])))  # type: ignore[union-attr]
+
+    class Counted:
+        def __init__(self, inner: Plan, tokens: int) -> None:
+            self.inner, self.tokens = inner, tokens
+
+        def run(self, q: Tensor) -> Tensor:
+            order.append(self.tokens)
+            return self.inner.run(q)
 
     monkeypatch.setattr(latency, "kernel", lambda device: Counting(kernel(device)))
     timed(llama, [DENSE, arm("snapkv", "keep=0.25")])

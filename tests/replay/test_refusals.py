@@ -10,6 +10,7 @@ from kvassay.policy.registry import make
 from kvassay.replay.arms import Arm
 from kvassay.replay.closed import replay_trace
 from kvassay.trace.reader import Trace
+from kvassay.trace.schema import Subset
 
 from .worlds import World
 
@@ -35,3 +36,10 @@ def test_a_trace_of_another_tokenizer(llama: World) -> None:
 def test_no_dense_arm(llama: World) -> None:
     with pytest.raises(ExperimentError, match="needs the arm 'dense'"):
         replay_trace(llama.loaded, llama.trace, [Arm(make("dense"), None, Protection(), again=True)])
+
+
+def test_a_trace_of_a_part_of_the_model(llama: World) -> None:
+    part = Subset(layers=tuple(range(len(llama.trace.layout.layers))), kv_heads=(0,))
+    narrow = Trace(llama.trace.path, llama.trace.header.model_copy(update={"subset": part}), llama.trace.digest)
+    with pytest.raises(ExperimentError, match="holds a part of the model; the closed loop needs the whole"):
+        replay_trace(llama.loaded, narrow, DENSE)

@@ -43,7 +43,8 @@ class World:
 
     def record(self, name: str, sample: Sample, chunk: int = 64) -> Trace:
         """Another recording of this model."""
-        options = RecordOptions(prefill_chunk=chunk, q_tail=EVERY_QUERY, taps=("lse", "bucket"), logits="full")
+        taps = ("lse", "bucket", "layer_input")
+        options = RecordOptions(prefill_chunk=chunk, q_tail=EVERY_QUERY, taps=taps, logits="full")
         silent = LoadedModel(self.loaded.model, None, self.loaded.layout, self.loaded.identity)
         return record_sample(silent, sample, self.folder / name, options)
 

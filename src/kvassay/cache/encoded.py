@@ -112,14 +112,18 @@ def low_rank(edit: LowRank, k: Tensor, v: Tensor, positions: Tensor, rope: Rope 
 def low_rank_keys(edit: LowRank, keys: Tensor) -> Code:
     """Coefficients of keys [kv_heads, n, dim] in the edit's domain, before the norm if it has one."""
     code = _project(with_bias(keys, edit.key_bias, -1), edit.head_groups, edit.key_encode, edit.key_decode)
-    return Restored(code, edit.key_bias, edit.key_norm)
+    return _restored(code, edit.key_bias, edit.key_norm)
 
 
 def low_rank_values(edit: LowRank, values: Tensor) -> Code:
     """Coefficients of values [kv_heads, n, dim]."""
     groups = edit.value_groups or edit.head_groups
     code = _project(with_bias(values, edit.value_bias, -1), groups, edit.value_encode, edit.value_decode)
-    return Restored(code, edit.value_bias, None)
+    return _restored(code, edit.value_bias, None)
+
+
+def _restored(code: Code, bias: Tensor | None, norm: KeyNorm | None) -> Code:
+    return code if bias is None and norm is None else Restored(code, bias, norm)
 
 
 def _project(

@@ -1,7 +1,7 @@
 """Decode attention over encoded segments: codes are dequantised, and low-rank rows rebuilt, tile by tile.
 
-A tile never leaves the first caches. Keys that share a scale per channel are not even brought into rows: their
-scales go into the query. Coefficients without a rotation are attended to as they are, through the basis.
+A tile never leaves the first caches. Keys that share a scale per channel are not even brought into rows. Coefficients
+without a rotation are attended to as they are, through the basis.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from kvassay.kernels.packed import (
     COUNT,
     DATA,
     FIRST_ROW,
-    FLOAT8,
     GROUP,
     KIND,
     ROW_INDEX,
@@ -27,9 +26,10 @@ from kvassay.kernels.packed import (
     TOKENS,
     WIDTH,
 )
+from kvassay.kernels.vectors import UNPACKED, unpack_vectors
 
-TILE = 64
-"""Tokens decoded at once; rows of 256 elements then take 64 KiB."""
+TILE = 32
+"""Tokens decoded at once; rows of 128 elements then take 16 KiB."""
 ROW, HEAD, BEGIN, END, SEEN = range(5)
 """Columns of a piece: query row, KV head, the segment's rows it covers, row of `seen`."""
 SHIFT8, SHIFT16 = np.int32(20), np.int32(13)
@@ -58,39 +58,37 @@ def from_float8(codes, out):  # type: ignore[no-untyped-def] # pragma: no cover
 
 
 @njit(fastmath=FAST, cache=True)
-def unpack(codes, bits, scale, zero, out):  # type: ignore[no-untyped-def] # pragma: no cover
-    """Packed codes [bytes] as code * scale + zero, out [bytes * 8 // bits]; least significant code first."""
-    n = codes.shape[0]
-    if bits == 8:
-        for i in range(n):
-            out[i] = np.float32(codes[i]) * scale + zero
-    elif bits == 4:
-        for i in range(n):
-            c = np.int32(codes[i])
-            out[2 * i] = np.float32(c & np.int32(15)) * scale + zero
-            out[2 * i + 1] = np.float32(c >> np.int32(4)) * scale + zero
-    else:
-        for i in range(n):
-            c = np.int32(codes[i])
-            out[4 * i] = np.float32(c & np.int32(3)) * scale + zero
-            out[4 * i + 1] = np.float32((c >> np.int32(2)) & np.int32(3)) * scale + zero
-            out[4 * i + 2] = np.float32((c >> np.int32(4)) & np.int32(3)) * scale + zero
-            out[4 * i + 3] = np.float32(c >> np.int32(6)) * scale + zero
+def unpack(codes, begin, step, bits, count, n, pairs, out, at):  # type: ignore[no-untyped-def] # pragma: no cover
+    """`count` groups of n codes, packed from byte `begin` on and every `step` bytes, as code * scale + zero.
+
+    pairs: scale and zero of each group, one after the other; out: from out[at] on
+    A byte's least significant code comes first.
+    """
+    unpack_vectors(codes, begin, step, bits, count, n, pairs, out, at)
+    per = 8 // bits
+    for i in range(n - n % UNPACKED, n):
+        byte, shift = begin + i // per, np.int32(bits * (i % per))
+        for k in range(count):
+            code = (np.int32(codes[byte + k * step]) >> shift) & np.int32((1 << bits) - 1)
+            out[at + k * n + i] = np.float32(code) * pairs[2 * k] + pairs[2 * k + 1]
 
 
 @njit(fastmath=FAST, cache=True)
-def decode_whole(part, codes, scales, first, n, buffer):  # type: ignore[no-untyped-def] # pragma: no cover
-    """Rows `first` to `first + n` of a TOKENS part whose groups fill their bytes, unpacked at one go."""
-    width, group, bits = part[WIDTH], part[GROUP], part[BITS]
-    begin = part[DATA] + first * width * bits // 8
-    out = buffer[: n * width]
-    unpack(codes[begin : begin + n * width * bits // 8], bits, np.float32(1), np.float32(0), out)
-    pair = 2 * (part[SCALE] + first * (width // group))
-    for k in range(n * width // group):
-        scale, zero = half(scales[pair + 2 * k]), half(scales[pair + 2 * k + 1])
-        target = out[k * group : (k + 1) * group]
-        for i in range(group):
-            target[i] = target[i] * scale + zero
+def halves(bits, begin, n, out):  # type: ignore[no-untyped-def] # pragma: no cover
+    """The n float16 from bits[begin] on in float32, out [>= n]."""
+    mine, found = bits[begin : begin + n], out[:n]
+    for i in range(n):
+        found[i] = half(mine[i])
+
+
+@njit(fastmath=FAST, cache=True)
+def decode_groups(part, codes, scales, first, n, pairs, buffer, at):  # type: ignore[no-untyped-def] # pragma: no cover
+    """Rows `first` to `first + n` of a TOKENS part, from buffer[at] on; pairs: scratch for two floats per group."""
+    group, bits = part[GROUP], part[BITS]
+    many = part[WIDTH] // group
+    size = (group * bits + 7) // 8
+    halves(scales, 2 * (part[SCALE] + first * many), 2 * n * many, pairs)
+    unpack(codes, part[DATA] + first * many * size, size, bits, n * many, group, pairs, buffer, at)
 
 
 @njit(cache=True)
@@ -111,94 +109,73 @@ def is_whole(part, dim, rows):  # type: ignore[no-untyped-def] # pragma: no cove
 
 
 @njit(fastmath=FAST, cache=True)
-def decode_row(part, row, codes, floats, scales, out):  # type: ignore[no-untyped-def] # pragma: no cover
-    """One row of a part of any kind but CHANNELS, out [WIDTH]."""
-    width = part[WIDTH]
-    if part[KIND] == ROWS:
-        begin = part[DATA] + row * width
-        source = floats[begin : begin + width]
-        for d in range(width):
-            out[d] = source[d]
-    elif part[KIND] == FLOAT8:
-        begin = part[DATA] + row * width
-        from_float8(codes[begin : begin + width], out)
+def decode_part(part, row, n, codes, floats, scales, pairs, out, at):  # type: ignore[no-untyped-def] # pragma: no cover
+    """Rows `row` to `row + n` of a part of any kind but CHANNELS, from out[at] on."""
+    size = n * part[WIDTH]
+    begin = part[DATA] + row * part[WIDTH]
+    if part[KIND] == TOKENS:
+        decode_groups(part, codes, scales, row, n, pairs, out, at)
+    elif part[KIND] == ROWS:
+        out[at : at + size] = floats[begin : begin + size]
     else:
-        group = part[GROUP]
-        size = (group * part[BITS] + 7) // 8
-        per = 8 // part[BITS]
-        for k in range(width // group):
-            pair = 2 * (part[SCALE] + row * (width // group) + k)
-            begin = part[DATA] + (row * (width // group) + k) * size
-            scale, zero = half(scales[pair]), half(scales[pair + 1])
-            whole = group // per
-            unpack(codes[begin : begin + whole], part[BITS], scale, zero, out[k * group : (k + 1) * group])
-            for i in range(whole * per, group):  # a last byte that is not full
-                code = (codes[begin + whole] >> (part[BITS] * (i % per))) & ((1 << part[BITS]) - 1)
-                out[k * group + i] = np.float32(code) * scale + zero
+        from_float8(codes[begin : begin + size], out[at : at + size])
 
 
 @njit(cache=True)
-def decode_rows(parts, index, codes, floats, scales, dim, rows, first, n, buffer, line):  # type: ignore[no-untyped-def] # pragma: no cover
+def decode_rows(parts, index, codes, floats, scales, dim, rows, first, n, pairs, buffer, line):  # type: ignore[no-untyped-def] # pragma: no cover
     """Rows `first` to `first + n` of one head from every part but CHANNELS, buffer [>= n * dim].
 
     What no part holds is 0. line: [>= dim] scratch
     """
-    plain = len(parts) == 1 and is_whole(parts[0], dim, rows)
-    if plain and parts[0][KIND] == TOKENS and parts[0][GROUP] * parts[0][BITS] % 8 == 0:
-        decode_whole(parts[0], codes, scales, first, n, buffer)
+    if len(parts) == 1 and is_whole(parts[0], dim, rows):
+        decode_part(parts[0], first, n, codes, floats, scales, pairs, buffer, 0)
         return
-    if not plain:
-        buffer[: n * dim] = 0
+    buffer[: n * dim] = 0
     for part in parts:
         if part[KIND] == CHANNELS:
             continue
         low, high = span(part, index, first, first + n)
         for row in range(low, high):
             at = row + part[FIRST_ROW] if part[ROW_INDEX] < 0 else index[part[ROW_INDEX] + row]
-            target = buffer[(at - first) * dim : (at - first + 1) * dim]
+            target = (at - first) * dim
             if part[COLUMN_INDEX] < 0:
-                decode_row(part, row, codes, floats, scales, target)
+                decode_part(part, row, 1, codes, floats, scales, pairs, buffer, target)
             else:
-                decode_row(part, row, codes, floats, scales, line)
+                decode_part(part, row, 1, codes, floats, scales, pairs, line, 0)
                 for d in range(part[WIDTH]):
-                    target[index[part[COLUMN_INDEX] + d]] = line[d]
+                    buffer[target + index[part[COLUMN_INDEX] + d]] = line[d]
 
 
-@njit(cache=True)
-def channel_dots(part, index, codes, scales, query, first, n, scores, wide, folded, sums):  # type: ignore[no-untyped-def] # pragma: no cover
-    """scores[g, row - first] += query . row for a CHANNELS part: scales go into the query, codes stay integers.
+@njit(fastmath=FAST, cache=True)
+def channel_dots(part, index, codes, scales, query, first, n, at, scores, pairs, wide, asked, sums):  # type: ignore[no-untyped-def] # pragma: no cover
+    """scores[g, row - first] += query . row for a CHANNELS part, decoded as it lies, channel by channel.
 
-    wide: [>= WIDTH * TILE], folded [group, >= WIDTH], sums [group, >= TILE]: scratch
+    wide: [>= WIDTH * (TILE + 8)], asked [group, >= WIDTH], sums [group, >= TILE + 8], pairs, at: scratch
     """
     low, high = span(part, index, first, first + n)
     group, width, bits = part[GROUP], part[WIDTH], part[BITS]
-    per, size, groups = 8 // bits, (group * bits + 7) // 8, part[COUNT] // group
+    per, size = 8 // bits, (group * bits + 7) // 8
     heads = query.shape[0]
+    for g in range(heads):
+        for d in range(width):
+            asked[g, d] = query[g, d if part[COLUMN_INDEX] < 0 else index[part[COLUMN_INDEX] + d]]
     row = low
     while row < high:
         k = row // group
         end = min(high, (k + 1) * group)
         skip = (row - k * group) % per
         head_byte = (row - k * group) // per
-        many = (end - k * group + per - 1) // per - head_byte
-        long = many * per
-        zeros = np.zeros(heads, dtype=np.float32)
+        long = ((end - k * group + per - 1) // per - head_byte) * per
+        halves(scales, 2 * (part[SCALE] + k * width), 2 * width, pairs)
+        unpack(codes, part[DATA] + k * width * size + head_byte, size, bits, width, long, pairs, wide, 0)
         for d in range(width):
-            at = d if part[COLUMN_INDEX] < 0 else index[part[COLUMN_INDEX] + d]
-            pair = 2 * (part[SCALE] + d * groups + k)
-            scale, zero = half(scales[pair]), half(scales[pair + 1])
-            for g in range(heads):
-                folded[g, d] = query[g, at] * scale
-                zeros[g] += query[g, at] * zero
-            begin = part[DATA] + (d * groups + k) * size + head_byte
-            one = np.float32(1)
-            unpack(codes[begin : begin + many], bits, one, np.float32(0), wide[d * long : (d + 1) * long])
+            at[0, d] = d * long
         sums[:, :long] = 0
-        mix(folded[:, :width], 0, wide[: width * long], sums[:, :long])
+        mix(asked, width, wide, at, 0, -1, sums[:, :long])
         for i in range(row, end):
-            at = i + part[FIRST_ROW] if part[ROW_INDEX] < 0 else index[part[ROW_INDEX] + i]
+            place = i + part[FIRST_ROW] if part[ROW_INDEX] < 0 else index[part[ROW_INDEX] + i]
             for g in range(heads):
-                scores[g, at - first] += sums[g, i - row + skip] + zeros[g]
+                scores[g, place - first] += sums[g, i - row + skip]
         row = end
 
 
@@ -223,24 +200,41 @@ def rotate_rows(rows, n, dim, positions, table, interleaved):  # type: ignore[no
 
 
 @njit(fastmath=FAST, cache=True)
-def rebuild(part, floats, bases, dim, first, n, buffer):  # type: ignore[no-untyped-def] # pragma: no cover
-    """Rows `first` to `first + n` from their coefficients, buffer [>= n * dim]."""
-    rank = part[WIDTH]
-    begin = part[DATA] + first * rank
-    coefficients = floats[begin : begin + n * rank].reshape(n, rank)
-    rows = buffer[: n * dim].reshape(n, dim)
-    rows[:] = 0
-    basis = bases[part[BASIS] : part[BASIS] + rank * dim]
-    mix(coefficients, 0, basis, rows)
+def basis_rows(part, dim, at):  # type: ignore[no-untyped-def] # pragma: no cover
+    """Fill at[0] with where each row of a part's basis begins in `bases`; returns how many it has."""
+    for i in range(part[WIDTH]):
+        at[0, i] = part[BASIS] + i * dim
+    return part[WIDTH]
 
 
 @njit(fastmath=FAST, cache=True)
-def through_basis(query, part, bases):  # type: ignore[no-untyped-def] # pragma: no cover
+def rebuild(part, floats, bases, dim, first, n, at, buffer):  # type: ignore[no-untyped-def] # pragma: no cover
+    """Rows `first` to `first + n` from their coefficients, buffer [>= n * dim]."""
+    rank = basis_rows(part, dim, at)
+    begin = part[DATA] + first * rank
+    buffer[: n * dim] = 0
+    coefficients = floats[begin : begin + n * rank].reshape(n, rank)
+    mix(coefficients, rank, bases, at, 0, -1, buffer[: n * dim].reshape(n, dim))
+
+
+@njit(fastmath=FAST, cache=True)
+def through_basis(query, part, bases, at):  # type: ignore[no-untyped-def] # pragma: no cover
     """query [group, dim] as what meets a part's coefficients, [group, rank]."""
-    rank, dim = part[WIDTH], query.shape[1]
-    short = np.zeros((query.shape[0], rank), dtype=np.float32)
-    dots(query, bases[part[BASIS] : part[BASIS] + rank * dim], short, 0)
-    return short
+    rank = basis_rows(part, query.shape[1], at)
+    for i in range(rank, rank + 3):
+        at[0, i] = at[0, max(rank - 1, 0)]
+    short = np.zeros((query.shape[0], rank + 3), dtype=np.float32)
+    dots(query, bases, at, 0, -1, rank, short)
+    return short[:, :rank].copy()
+
+
+@njit(cache=True)
+def tile_rows(begin, width, n, at):  # type: ignore[no-untyped-def] # pragma: no cover
+    """Fill at[0] with where n rows begin that lie behind each other from element `begin` on, the last one repeated."""
+    for t in range(n):
+        at[0, t] = begin + t * width
+    for t in range(n, n + 3):
+        at[0, t] = at[0, n - 1]
 
 
 @njit(parallel=True, fastmath=FAST, cache=True)
@@ -264,37 +258,44 @@ def attend_codes(  # type: ignore[no-untyped-def] # pragma: no cover
         scores = np.empty((group, TILE), dtype=np.float32)
         buffer = np.empty(TILE * widest, dtype=np.float32)
         line = np.empty(widest, dtype=np.float32)
+        pairs = np.empty(2 * TILE * widest, dtype=np.float32)
         wide = np.empty(k_dim * (TILE + 8), dtype=np.float32)
-        folded = np.empty((group, k_dim), dtype=np.float32)
+        asked = np.empty((group, k_dim), dtype=np.float32)
         sums = np.empty((group, TILE + 8), dtype=np.float32)
         turned = table.shape[0] > 0
         low_keys = len(mine) == 1 and mine[0, BASIS] >= 0
         low_values = len(theirs) == 1 and theirs[0, BASIS] >= 0
-        asked = low_keys and not turned  # then the basis goes into the query, and no row is rebuilt
-        query = through_basis(q[piece[ROW], head], mine[0], k_bases) if asked else q[piece[ROW], head]
-        rank = theirs[0, WIDTH] if low_values else 0
-        mixed = np.zeros((group, rank), dtype=np.float32) if low_values else acc[p]
+        k_rank, v_rank = mine[0, WIDTH] if low_keys else 0, theirs[0, WIDTH] if low_values else 0
+        at = np.zeros((1, max(TILE, widest, k_rank, v_rank) + 3), dtype=np.int64)
+        through = low_keys and not turned  # then the basis goes into the query, and no row is rebuilt
+        query = through_basis(q[piece[ROW], head], mine[0], k_bases, at) if through else q[piece[ROW], head]
+        mixed = np.zeros((group, v_rank), dtype=np.float32) if low_values else acc[p]
+        by_row = False
+        for part in mine:
+            by_row = by_row or part[KIND] != CHANNELS
         for first in range(piece[BEGIN], piece[END], TILE):
             n = min(TILE, piece[END] - first)
-            scores[:, :n] = 0
-            if asked:
-                begin = mine[0, DATA] + first * query.shape[1]
-                dots(query, k_floats[begin : begin + n * query.shape[1]], scores, 0)
+            if through:
+                tile_rows(mine[0, DATA] + first * k_rank, k_rank, n, at)
+                dots(query, k_floats, at, 0, -1, n, scores)
+            elif by_row:
+                if low_keys:
+                    rebuild(mine[0], k_floats, k_bases, k_dim, first, n, at, buffer)
+                else:
+                    decode_rows(
+                        mine, k_index, k_codes, k_floats, k_scales, k_dim, rows, first, n, pairs, buffer, line
+                    )  # fmt: skip
+                if turned:
+                    rotate_rows(buffer, n, k_dim, positions[head, first:], table, interleaved)
+                tile_rows(0, k_dim, n, at)
+                dots(query, buffer, at, 0, -1, n, scores)
             else:
-                by_row = False
-                for part in mine:
-                    if part[KIND] == CHANNELS:
-                        channel_dots(part, k_index, k_codes, k_scales, query, first, n, scores, wide, folded, sums)
-                    else:
-                        by_row = True
-                if by_row:
-                    if low_keys:
-                        rebuild(mine[0], k_floats, k_bases, k_dim, first, n, buffer)
-                    else:
-                        decode_rows(mine, k_index, k_codes, k_floats, k_scales, k_dim, rows, first, n, buffer, line)
-                    if turned:
-                        rotate_rows(buffer, n, k_dim, positions[head, first:], table, interleaved)
-                    dots(query, buffer[: n * k_dim], scores, 0)
+                scores[:, :n] = 0
+            for part in mine:
+                if part[KIND] == CHANNELS:
+                    channel_dots(
+                        part, k_index, k_codes, k_scales, query, first, n, at, scores, pairs, wide, asked, sums
+                    )  # fmt: skip
             inner = inner_bias[head, first : first + n] if inner_bias.shape[0] else NO_FLOATS
             outer = outer_bias[head, first : first + n] if outer_bias.shape[0] else NO_FLOATS
             shape_logits(scores, n, softcap, inner, outer)
@@ -306,11 +307,13 @@ def attend_codes(  # type: ignore[no-untyped-def] # pragma: no cover
                             scores[g, t] = -np.inf
             weigh(scores, n, top[p], total[p], mixed)
             if low_values:
-                begin = theirs[0, DATA] + first * rank
-                mix(scores, 0, v_floats[begin : begin + n * rank], mixed)
+                tile_rows(theirs[0, DATA] + first * v_rank, v_rank, n, at)
+                mix(scores, n, v_floats, at, 0, -1, mixed)
             else:
-                decode_rows(theirs, v_index, v_codes, v_floats, v_scales, v_dim, rows, first, n, buffer, line)
-                mix(scores, 0, buffer[: n * v_dim], mixed)
+                decode_rows(
+                    theirs, v_index, v_codes, v_floats, v_scales, v_dim, rows, first, n, pairs, buffer, line
+                )  # fmt: skip
+                tile_rows(0, v_dim, n, at)
+                mix(scores, n, buffer, at, 0, -1, mixed)
         if low_values:
-            basis = v_bases[theirs[0, BASIS] : theirs[0, BASIS] + rank * v_dim]
-            mix(mixed, 0, basis, acc[p])
+            mix(mixed, basis_rows(theirs[0], v_dim, at), v_bases, at, 0, -1, acc[p])

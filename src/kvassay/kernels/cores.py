@@ -10,6 +10,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from kvassay.kernels.vectors import greatest, row_dots, row_mix
+
 LANES = 16
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 """Sums may be reordered, but infinities must stay: an empty row has a greatest logit of minus infinity."""
@@ -36,83 +38,16 @@ def exp2(x):  # type: ignore[no-untyped-def] # pragma: no cover
     return ZERO if x < LOW else p * power.view(np.float32)
 
 
-@njit(fastmath=FAST, cache=True)
-def dots(q, rows, out, at):  # type: ignore[no-untyped-def] # pragma: no cover
-    """out[g, at + t] += q[g] . row t, for rows [n * width] laid one after the other, q [group, width].
-
-    One head takes a row after the other: two rows of 1 KiB at once are more than the hardware fetches ahead of, and
-    cost half the bandwidth (measured). Several heads are slower than memory anyway, and take two rows and two heads.
-    """
-    group, width = q.shape
-    n = rows.shape[0] // width
-    t = 0
-    while group > 1 and t + 2 <= n:
-        a = rows[t * width : (t + 1) * width]
-        b = rows[(t + 1) * width : (t + 2) * width]
-        g = 0
-        while g + 2 <= group:
-            x, y = q[g], q[g + 1]
-            s0 = s1 = r0 = r1 = ZERO
-            for d in range(width):
-                s0 += x[d] * a[d]
-                s1 += x[d] * b[d]
-                r0 += y[d] * a[d]
-                r1 += y[d] * b[d]
-            out[g, at + t] += s0
-            out[g, at + t + 1] += s1
-            out[g + 1, at + t] += r0
-            out[g + 1, at + t + 1] += r1
-            g += 2
-        if g < group:
-            x = q[g]
-            s0 = s1 = ZERO
-            for d in range(width):
-                s0 += x[d] * a[d]
-                s1 += x[d] * b[d]
-            out[g, at + t] += s0
-            out[g, at + t + 1] += s1
-        t += 2
-    while t < n:
-        a = rows[t * width : (t + 1) * width]
-        for g in range(group):
-            x = q[g]
-            s0 = ZERO
-            for d in range(width):
-                s0 += x[d] * a[d]
-            out[g, at + t] += s0
-        t += 1
+@njit(cache=True)
+def dots(q, rows, at, line, ahead, n, out):  # type: ignore[no-untyped-def] # pragma: no cover
+    """`vectors.row_dots`, compiled once for all who call it."""
+    row_dots(q, rows, at, line, ahead, n, out)
 
 
-@njit(fastmath=FAST, cache=True)
-def mix(weights, at, rows, acc):  # type: ignore[no-untyped-def] # pragma: no cover
-    """acc[g] += sum over t of weights[g, at + t] * row t, for rows [n * width] one after the other.
-
-    One head, or rows of more than half a KiB, are taken one after the other (see `dots`), else four at once, to load
-    and store `acc` less often.
-    """
-    group, width = acc.shape
-    n = rows.shape[0] // width
-    t = 0
-    while group > 1 and width <= 128 and t + 4 <= n:
-        a = rows[t * width : (t + 1) * width]
-        b = rows[(t + 1) * width : (t + 2) * width]
-        c = rows[(t + 2) * width : (t + 3) * width]
-        e = rows[(t + 3) * width : (t + 4) * width]
-        for g in range(group):
-            w = weights[g, at + t : at + t + 4]
-            w0, w1, w2, w3 = w[0], w[1], w[2], w[3]
-            o = acc[g]
-            for d in range(width):
-                o[d] += w0 * a[d] + w1 * b[d] + w2 * c[d] + w3 * e[d]
-        t += 4
-    while t < n:
-        a = rows[t * width : (t + 1) * width]
-        for g in range(group):
-            w0 = weights[g, at + t]
-            o = acc[g]
-            for d in range(width):
-                o[d] += w0 * a[d]
-        t += 1
+@njit(cache=True)
+def mix(weights, n, rows, at, line, ahead, acc):  # type: ignore[no-untyped-def] # pragma: no cover
+    """`vectors.row_mix`, compiled once for all who call it."""
+    row_mix(weights, n, rows, at, line, ahead, acc)
 
 
 @njit(fastmath=FAST, cache=True)
@@ -142,21 +77,12 @@ def weigh(scores, n, top, total, acc):  # type: ignore[no-untyped-def] # pragma:
 
     top, total: [group], greatest logit and sum of weights so far; acc [group, width] the weighted sum
     """
-    lanes = np.empty(LANES, dtype=np.float32)
     padded = (n + LANES - 1) // LANES * LANES
     for g in range(scores.shape[0]):
         s = scores[g]
         for t in range(n, padded):
             s[t] = -np.inf
-        for i in range(LANES):
-            lanes[i] = s[i]
-        for block in range(1, padded // LANES):
-            part = s[block * LANES : (block + 1) * LANES]
-            for i in range(LANES):
-                lanes[i] = part[i] if part[i] > lanes[i] else lanes[i]
-        best = top[g]
-        for i in range(LANES):
-            best = lanes[i] if lanes[i] > best else best
+        best = max(top[g], greatest(scores, g, padded))
         if best == -np.inf:  # nothing seen yet: every weight is 0, and a NaN stays one
             for t in range(n):
                 s[t] = ZERO if s[t] == -np.inf else s[t]
@@ -170,10 +96,12 @@ def weigh(scores, n, top, total, acc):  # type: ignore[no-untyped-def] # pragma:
                 o[d] *= shrink
             top[g] = best
         mass = ZERO
-        for t in range(padded):
-            w = exp2(s[t] - best)
-            s[t] = w
-            mass += w
+        for block in range(0, padded, LANES):
+            part = s[block : block + LANES]
+            for i in range(LANES):
+                w = exp2(part[i] - best)
+                part[i] = w
+                mass += w
         total[g] += mass
 
 

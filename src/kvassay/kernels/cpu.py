@@ -21,7 +21,7 @@ from torch import Tensor
 from kvassay.cache.rope import inverse_frequencies
 from kvassay.kernels.codes import attend_codes
 from kvassay.kernels.cores import LOG2E, NO_FLOATS, merge
-from kvassay.kernels.device import CodeRead, LaneRead, PagedLayer, SlotRead
+from kvassay.kernels.device import CodeRead, DecodeKernel, LaneRead, PagedLayer, Plan, SlotRead
 from kvassay.kernels.packed import PackedSide
 from kvassay.kernels.slots import attend_slots
 from kvassay.layout.model import Rope
@@ -30,37 +30,55 @@ SHORTEST = 512
 """Tokens of a piece below which another one costs more than it gains."""
 PER_THREAD = 4
 """Pieces for each thread, so that one that is held up leaves little to wait for."""
+ALIGNED = 32
+"""Pieces begin at multiples of this, so that most groups of tokens with one scale are decoded whole."""
 Pieces = NDArray[np.int64]
 
 
-class CpuKernel:
+class CpuKernel(DecodeKernel):
     """`DecodeKernel` for float32 pools in main memory."""
 
-    def decode(self, layer: PagedLayer, q: Tensor, lanes: Sequence[LaneRead]) -> Tensor:
-        """See `DecodeKernel.decode`."""
+    def plan(self, layer: PagedLayer, lanes: Sequence[LaneRead], queries: int) -> Plan:
+        """See `DecodeKernel.plan`: block tables joined, codes handed over, all work cut into pieces."""
+        return _Plan(layer, _work(layer, lanes, queries))
+
+
+@dataclass
+class _Plan:
+    """Work of all lanes, cut into pieces."""
+
+    layer: PagedLayer
+    work: Sequence[_Slots | _Codes]
+    owner: NDArray[np.int64] = field(init=False)
+    """[pieces], the row and KV head that a piece belongs to."""
+
+    def __post_init__(self) -> None:
+        none = np.empty((0, 2), dtype=np.int64)
+        whose = np.concatenate([none, *(job.pieces[:, :2] for job in self.work)])
+        self.owner = whose[:, 0] * self.layer.keys.shape[1] + whose[:, 1]
+
+    def run(self, q: Tensor) -> Tensor:
+        """See `Plan.run`."""
+        layer, pieces = self.layer, len(self.owner)
         count, q_heads, queries, k_dim = q.shape
         kv_heads = layer.keys.shape[1]
         group = q_heads // kv_heads
         rows = q.transpose(1, 2).reshape(count * queries, kv_heads, group, k_dim)
         scaled = (rows * (layer.scale * LOG2E)).contiguous().numpy()
-        work = _work(layer, lanes, queries)
-        pieces = sum(len(job.pieces) for job in work)
         top = np.full((pieces, group), -np.inf, dtype=np.float32)
         total = np.zeros((pieces, group), dtype=np.float32)
         acc = np.zeros((pieces, group, layer.values.shape[3]), dtype=np.float32)
-        owner = np.empty(pieces, dtype=np.int64)
         softcap = np.float32((layer.softcap or 0.0) * LOG2E)
         at = 0
-        for job in work:
+        for job in self.work:
             mine = slice(at, at + len(job.pieces))
-            owner[mine] = job.pieces[:, 0] * kv_heads + job.pieces[:, 1]
             job.run(scaled, softcap, top[mine], total[mine], acc[mine])
             at = mine.stop
         out = np.empty((count * queries * kv_heads, group, acc.shape[2]), dtype=np.float32)
         sinks = np.full((kv_heads, group), -np.inf, dtype=np.float32)
         if layer.sinks is not None:
             sinks = (layer.sinks.float() * LOG2E).view(kv_heads, group).numpy()
-        merge(owner, top, total, acc, np.tile(sinks, (count * queries, 1)), out)
+        merge(self.owner, top, total, acc, np.tile(sinks, (count * queries, 1)), out)
         return torch.from_numpy(out).view(count, queries, q_heads, -1).transpose(1, 2)
 
 
@@ -77,6 +95,9 @@ class _Slots:
     listed: int = 0
     biased: int = 0
     pieces: Pieces = field(init=False)
+    given: tuple[Any, ...] = field(init=False)
+    """What `attend_slots` is told of the pool and the lists."""
+    joined_biases: NDArray[np.float32] = field(init=False)
 
     def add(self, read: SlotRead, lane: int) -> None:
         """Take one lane's read; its ranges are [queries * kv_heads, columns of a piece]."""
@@ -101,6 +122,9 @@ class _Slots:
     def cut(self, length: int) -> None:
         """Cut the ranges into pieces."""
         self.pieces = _cut(np.concatenate(self.ranges), 3, length)
+        entries = self.entries[0] if len(self.entries) == 1 else np.concatenate(self.entries)
+        self.given = (*_flat(self.keys), *_flat(self.values), self.keys.shape[2], entries, self.unit)
+        self.joined_biases = np.concatenate(self.biases) if self.biases else NO_FLOATS
 
     def tokens(self) -> int:
         """Tokens read, over all rows and KV heads."""
@@ -108,15 +132,7 @@ class _Slots:
 
     def run(self, q: Any, softcap: np.float32, top: Any, total: Any, acc: Any) -> None:
         """Compute the partial results."""
-        keys, key_strides = _flat(self.keys)
-        values, value_strides = _flat(self.values)
-        entries = self.entries[0] if len(self.entries) == 1 else np.concatenate(self.entries)
-        biases = np.concatenate(self.biases) if self.biases else NO_FLOATS
-        size = self.keys.shape[2]
-        attend_slots(
-            q, keys, key_strides, values, value_strides, size, entries, self.unit, self.pieces, biases, softcap,
-            top, total, acc,
-        )  # fmt: skip
+        attend_slots(q, *self.given, self.pieces, self.joined_biases, softcap, top, total, acc)
 
 
 @dataclass
@@ -127,6 +143,8 @@ class _Codes:
     lane: int
     queries: int
     pieces: Pieces = field(init=False)
+    given: tuple[Any, ...] = field(init=False)
+    """What `attend_codes` is told of the segment."""
 
     def tokens(self) -> int:
         """Tokens read, over all rows and KV heads."""
@@ -143,8 +161,9 @@ class _Codes:
             whole[:, :, 4] = np.arange(self.queries)[:, None]
         self.pieces = _cut(whole.reshape(-1, 5), 2, length)
 
-    def run(self, q: Any, softcap: np.float32, top: Any, total: Any, acc: Any) -> None:
-        """Compute the partial results."""
+        self.given = self._given()
+
+    def _given(self) -> tuple[Any, ...]:
         read, rope = self.read, self.read.keys.rope
         none = np.empty((0, 0), dtype=np.float32)
         inner, outer = (
@@ -156,10 +175,12 @@ class _Codes:
         table = np.empty((0, 2, 0), dtype=np.float32)
         if rope is not None:
             table = rope_table(rope, _power(int(positions.max(initial=0)) + 1))
-        attend_codes(
-            q, _tuple(read.keys), _tuple(read.values), positions, table, bool(rope and rope.interleaved), seen,
-            inner, outer, self.pieces, softcap, top, total, acc,
-        )  # fmt: skip
+        turn = bool(rope and rope.interleaved)
+        return (_tuple(read.keys), _tuple(read.values), positions, table, turn, seen, inner, outer)
+
+    def run(self, q: Any, softcap: np.float32, top: Any, total: Any, acc: Any) -> None:
+        """Compute the partial results."""
+        attend_codes(q, *self.given, self.pieces, softcap, top, total, acc)
 
 
 def _work(layer: PagedLayer, lanes: Sequence[LaneRead], queries: int) -> list[_Slots | _Codes]:
@@ -194,8 +215,9 @@ def _cut(ranges: Pieces, begin: int, length: int) -> Pieces:
     pieces = np.repeat(ranges, many.clip(0), axis=0)
     number = np.arange(len(pieces)) - np.repeat(np.cumsum(many.clip(0)) - many.clip(0), many.clip(0))
     low, size, many = (np.repeat(x, many.clip(0)) for x in (low, size, many))
-    pieces[:, begin] = low + size * number // many
-    pieces[:, begin + 1] = low + size * (number + 1) // many
+    pieces[:, begin] = low + size * number // many // ALIGNED * ALIGNED
+    end = size * (number + 1) // many
+    pieces[:, begin + 1] = low + np.where(number + 1 == many, end, end // ALIGNED * ALIGNED)
     return pieces
 
 

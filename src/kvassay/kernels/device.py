@@ -11,6 +11,7 @@ Time measured on one device is no evidence for another: CPU milliseconds say not
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -86,15 +87,26 @@ LaneRead = Sequence[Read]
 """All that the queries of one lane read of one layer."""
 
 
-class DecodeKernel(Protocol):
-    """Decode attention on one device."""
+class Plan(Protocol):
+    """Reads in the form in which a kernel takes them; good as long as the lanes read the same rows."""
 
-    def decode(self, layer: PagedLayer, q: Tensor, lanes: Sequence[LaneRead]) -> Tensor:
-        """Attention of a few queries per lane over what the lane reads.
+    def run(self, q: Tensor) -> Tensor:
+        """Attention of q, float32 [lanes, q_heads, queries, k_dim], over what the lanes read.
 
-        q: float32 [lanes, q_heads, queries, k_dim]
         Returns float32 [lanes, q_heads, queries, v_dim]; zeros for a query that reads nothing.
         """
+
+
+class DecodeKernel(ABC):
+    """Decode attention on one device."""
+
+    @abstractmethod
+    def plan(self, layer: PagedLayer, lanes: Sequence[LaneRead], queries: int) -> Plan:
+        """Bring what `queries` queries of each lane read into the kernel's form. Nothing is computed."""
+
+    def decode(self, layer: PagedLayer, q: Tensor, lanes: Sequence[LaneRead]) -> Tensor:
+        """Plan and run at once."""
+        return self.plan(layer, lanes, q.shape[2]).run(q)
 
 
 def kernel(device: str) -> DecodeKernel:

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvassay.cache.data import Run, Stored
 from kvassay.cache.rope import rotate
-from kvassay.kernels.device import CodeRead, LaneRead, PagedLayer, Read, SlotRead
+from kvassay.kernels.device import CodeRead, DecodeKernel, LaneRead, PagedLayer, Plan, Read, SlotRead
 from kvassay.kernels.reference import attend
 
 
-class ReferenceKernel:
+class ReferenceKernel(DecodeKernel):
     """What every other kernel is tested against."""
 
-    def decode(self, layer: PagedLayer, q: Tensor, lanes: Sequence[LaneRead]) -> Tensor:
-        """See `DecodeKernel.decode`; computed in float64."""
-        return torch.stack([_lane(layer, one, reads) for one, reads in zip(q, lanes, strict=True)])
+    def plan(self, layer: PagedLayer, lanes: Sequence[LaneRead], queries: int) -> Plan:
+        """See `DecodeKernel.plan`; computed in float64."""
+        return _Plan(layer, lanes)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    layer: PagedLayer
+    lanes: Sequence[LaneRead]
+
+    def run(self, q: Tensor) -> Tensor:
+        return torch.stack([_lane(self.layer, one, reads) for one, reads in zip(q, self.lanes, strict=True)])
 
 
 def _lane(layer: PagedLayer, q: Tensor, reads: LaneRead) -> Tensor:

@@ -1,6 +1,7 @@
 """Encoded keys or values as flat buffers and a table of parts, the form in which a kernel reads codes.
 
-`flatten` lays the tensors of a `Code` behind each other as they are: nothing is decoded, no bit is added. Parts
+`flatten` lays the tensors of a `Code` behind each other: nothing is decoded, no bit is added. Channels that share a
+scale over a group of tokens are laid group by group, so that a kernel reads memory in order. Parts
 say, per KV head, what lies where; their columns are the constants below.
 """
 
@@ -202,7 +203,7 @@ class _Flat:
                     if one is not None:
                         width, count = one.scale.shape[0], one.length * one.scale[0].numel()
                         begin = rows if rows < 0 else rows + done
-                        rest_of = (*self._packed(one), begin, first + done, columns, -1)
+                        rest_of = (*self._packed(_group_major(one)), begin, first + done, columns, -1)
                         self._row(CHANNELS, count, width, one.bits, one.length, *rest_of)
                         done += count
             case _:
@@ -230,6 +231,16 @@ class _Flat:
             rope,
             origin,
         )
+
+
+def _group_major(packed: Packed) -> Packed:
+    """Packed channels [width, (groups)], all channels of a group of tokens behind each other."""
+    width = packed.scale.shape[0]
+    codes, scale, zero = (
+        x.reshape(width, -1, last).transpose(0, 1)
+        for x, last in ((packed.codes, packed.codes.shape[-1]), (packed.scale, 1), (packed.zero, 1))
+    )
+    return Packed(codes, scale.squeeze(-1), zero.squeeze(-1), packed.bits, packed.length)
 
 
 def _put(buffers: list[Tensor], x: Tensor) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvassay.cache.codec import Coefficients, Mixed
 from kvassay.cache.data import Run, Stored
-from kvassay.cache.encoded import Encoded
+from kvassay.cache.encoded import Encoded, Restored
 from kvassay.cache.ops import Bools, Ints, SegmentView, SlotView
 from kvassay.cache.paged import PagedCache
 from kvassay.kernels.device import CodeRead, PagedLayer, Read, SlotRead
@@ -29,7 +29,8 @@ def lane_reads(cache: PagedCache, seq: int, layer: int, queries: int = 1, *, fus
     """All that the last `queries` tokens of a sequence, none of them encoded, read of a layer that owns its cache.
 
     fused: codes are dequantised in the kernel, as an engine would; else the decoded copies that this harness keeps
-        are read, which is faster to replay and says nothing of a method's speed
+        are read, which is faster to replay and says nothing of a method's speed. So they are where a bias or a norm
+        is put back, which no kernel here does
     """
     view, window = cache.ledger.slots(seq, layer, queries), cache.layout.layers[layer].window
     length = cache.ledger.length(seq)
@@ -39,7 +40,7 @@ def lane_reads(cache: PagedCache, seq: int, layer: int, queries: int = 1, *, fus
     if not segments and not biased:
         return [slot_read(view, positions, window)]
     data = cache.stored(seq, layer, queries)
-    if not fused:
+    if not fused or any(_is_restored(cache.encoded[segment.id]) for segment in segments):
         return stored_reads(data, view, positions, window)
     width = data.positions.shape[1] - view.positions.shape[1]
     bias, inner = _from(data, width)
@@ -174,6 +175,10 @@ def _together(segments: Sequence[SegmentView], encoded: dict[int, Encoded]) -> I
 
     for _, members in itertools.groupby(segments, key=alone):
         yield list(members)
+
+
+def _is_restored(encoded: Encoded) -> bool:
+    return isinstance(encoded.key, Restored) or isinstance(encoded.value, Restored)
 
 
 def _first(held: Ints, positions: Ints, window: int | None) -> Ints | None:

@@ -11,46 +11,40 @@ ROW, HEAD, LIST, BEGIN, END, BIAS, INNER = range(7)
 """Columns of a piece: query row, KV head, where its list begins in `entries`, the list's tokens it covers, where
 the list's biases begin in `biases` (-1: none)."""
 
+TILE = 32
+"""Tokens whose scores are kept at once; while they are attended to, the rows of the next tile are fetched."""
+KEYS, VALUES = 0, 2
+"""Lines of a tile's places: two for keys and two for values, the current tile's and the next one's in turn."""
 
-TILE, ENOUGH = 64, 16
-"""A tile is the fewest runs that make up ENOUGH tokens, never more than TILE. A block's values mostly follow its keys
-in memory, so short tiles read memory in its order, which is worth more than fewer steps."""
 
+@njit(cache=True, error_model="numpy")
+def place(entries, unit, first, end, block_size, strides, head, width, at, line):  # type: ignore[no-untyped-def] # pragma: no cover
+    """Fill at[line] with the element of a flat pool where each row of the tile from token `first` begins.
 
-@njit(cache=True)
-def next_tile(entries, unit, first, end, block_size, slot, length):  # type: ignore[no-untyped-def] # pragma: no cover
-    """Runs of the tile that begins at token `first` of a list, each of slots next to each other in one block.
-
-    Fills slot [runs] (physical slot of the first token) and length [runs]; returns how many runs and tokens.
+    entries: from the list's first unit; returns how many tokens the tile has. Rows after its last one repeat it.
     """
-    runs = 0
-    t = first
-    while t < end and t - first < ENOUGH:
-        most = min(TILE - (t - first), end - t)
+    n = max(min(end - first, TILE), 0)
+    base = head * strides[1]
+    t = 0
+    while t < n:
+        token = first + t
         if unit == 1:
-            start = np.int64(entries[t])
-            room = min(most, block_size - start % block_size)
-            many = 1
-            while many < room and entries[t + many] == start + many:
-                many += 1
-        else:
-            start = np.int64(entries[t // unit]) * unit + t % unit
-            many = min(most, unit - t % unit)
-        slot[runs] = start
-        length[runs] = many
-        runs += 1
+            slot = np.int64(entries[token])
+            at[line, t] = slot // block_size * strides[0] + base + slot % block_size * width
+            t += 1
+            continue
+        offset = token % unit
+        begin = entries[token // unit] * strides[0] + base + offset * width
+        many = min(unit - offset, n - t)
+        for i in range(many):
+            at[line, t + i] = begin + i * width
         t += many
-    return runs, t - first
+    for t in range(n, min(n + 3, TILE)):
+        at[line, t] = at[line, max(n - 1, 0)]
+    return n
 
 
-@njit(cache=True)
-def place(slot, runs, block_size, strides, head, width, begin):  # type: ignore[no-untyped-def] # pragma: no cover
-    """Fill begin [runs]: the element of a flat pool where each run's rows of one head begin."""
-    for r in range(runs):
-        begin[r] = slot[r] // block_size * strides[0] + head * strides[1] + slot[r] % block_size * width
-
-
-@njit(parallel=True, fastmath=FAST, cache=True)
+@njit(parallel=True, fastmath=FAST, cache=True, error_model="numpy")
 def attend_slots(  # type: ignore[no-untyped-def] # pragma: no cover
     q, keys, key_strides, values, value_strides, block_size, entries, unit, pieces, biases, softcap, top, total, acc
 ):
@@ -62,29 +56,28 @@ def attend_slots(  # type: ignore[no-untyped-def] # pragma: no cover
     k_dim, v_dim = q.shape[3], acc.shape[2]
     for p in prange(len(pieces)):
         piece = pieces[p]
-        query, head = q[piece[ROW], piece[HEAD]], piece[HEAD]
-        mine = entries[piece[LIST] :]
+        head, end = piece[HEAD], piece[END]
+        query, mine, most, mass, mixed = q[piece[ROW], head], entries[piece[LIST] :], top[p], total[p], acc[p]
         scores = np.empty((query.shape[0], TILE), dtype=np.float32)
-        slot, length, key, value = np.empty((4, TILE), dtype=np.int64)
+        at = np.zeros((4, TILE), dtype=np.int64)
+        shaped = softcap > 0 or piece[INNER] >= 0 or piece[BIAS] >= 0
+        now, then = 0, 1
         first = piece[BEGIN]
-        while first < piece[END]:
-            runs, n = next_tile(mine, unit, first, piece[END], block_size, slot, length)
-            place(slot, runs, block_size, key_strides, head, k_dim, key)
-            place(slot, runs, block_size, value_strides, head, v_dim, value)
-            scores[:, :n] = 0
-            at = 0
-            for r in range(runs):
-                dots(query, keys[key[r] : key[r] + length[r] * k_dim], scores, at)
-                at += length[r]
-            inner = outer = NO_FLOATS
-            if piece[INNER] >= 0:
-                inner = biases[piece[INNER] + first : piece[INNER] + first + n]
-            if piece[BIAS] >= 0:
-                outer = biases[piece[BIAS] + first : piece[BIAS] + first + n]
-            shape_logits(scores, n, softcap, inner, outer)
-            weigh(scores, n, top[p], total[p], acc[p])
-            at = 0
-            for r in range(runs):
-                mix(scores, at, values[value[r] : value[r] + length[r] * v_dim], acc[p])
-                at += length[r]
-            first += n
+        n = place(mine, unit, first, end, block_size, key_strides, head, k_dim, at, KEYS + now)
+        place(mine, unit, first, end, block_size, value_strides, head, v_dim, at, VALUES + now)
+        while n:
+            after = first + n
+            coming = place(mine, unit, after, end, block_size, key_strides, head, k_dim, at, KEYS + then)
+            place(mine, unit, after, end, block_size, value_strides, head, v_dim, at, VALUES + then)
+            dots(query, keys, at, KEYS + now, KEYS + then, n, scores)
+            if shaped:  # else there is nothing to do, and slices have their price
+                inner = outer = NO_FLOATS
+                if piece[INNER] >= 0:
+                    inner = biases[piece[INNER] + first : piece[INNER] + after]
+                if piece[BIAS] >= 0:
+                    outer = biases[piece[BIAS] + first : piece[BIAS] + after]
+                shape_logits(scores, n, softcap, inner, outer)
+            weigh(scores, n, most, mass, mixed)
+            mix(scores, n, values, at, VALUES + now, VALUES + then, mixed)
+            first, n = after, coming
+            now, then = then, now

@@ -13,12 +13,14 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from kvassay.cache.edits import Decision, Evict
+from kvassay.cache.edits import Decision, Evict, LowRank
 from kvassay.errors import PolicyError
+from kvassay.layout.model import Layer
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Card
 from kvassay.policy.readset import ReadSet
 from kvassay.policy.views import BlockView, CacheView, LayerView, StepView
+from kvassay.policy.weights import CalibrationPass, LayerWeights, Occlusions
 
 State = Mapping[str, Tensor]
 """What a policy carries from step to step. Functional: return a new mapping, never write into a tensor.
@@ -44,12 +46,24 @@ class Artefact:
 
 
 class Calibration(Protocol):
-    """What offline methods may learn from: recorded layers of calibration text, never the test's."""
+    """What offline methods may learn from: recorded layers of calibration text, never the test's; and the model's own
+    weights, for a card that asks for `Evidence.WEIGHTS`."""
 
     sha256: str
 
     def layers(self) -> Iterable[tuple[int, LayerView]]:
         """Each layer's view over the calibration tokens."""
+
+    def weights(self) -> Mapping[int, LayerWeights]:
+        """Key and value projections of the layers in the policy's scope; `Evidence.WEIGHTS`."""
+
+    def passes(self, samples: int, tokens: int) -> Iterable[CalibrationPass]:
+        """The model run over up to `samples` pieces of `tokens` tokens each, as many as the text has (one, if it is
+        shorter than a piece); `Evidence.WEIGHTS`, and gradients with `Evidence.GRADIENTS`."""
+
+    def occlusions(self, tokens: int, width: int, stride: int) -> Occlusions:
+        """What every `stride`-th piece of `width` tokens is to the answer of the text's first question, in its last
+        `tokens` tokens; `Evidence.OCCLUSION`."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +118,14 @@ class Policy:
         """What `query` [q_heads, queries, dim] may read of a layer; None reads all that is retained."""
         return None
 
+    def project(self, layer: Layer, memory: Memory) -> LowRank | None:
+        """What stands in for a layer's key and value projections where the method prefills by itself; None leaves them.
+
+        The edit's bases, groups and biases alone count: what the projections put out, before norm and rotation, is
+        encoded and rebuilt at once, for every token from the first on.
+        """
+        return None
+
     def taps_in(self, layers: int) -> frozenset[int]:
         """Decoder layers whose output `observe` is shown, in a model of so many layers; by default the card's."""
         return self.card.taps
@@ -133,6 +155,11 @@ class Policy:
     def writes_read(self) -> bool:
         """True if the policy selects what a query reads."""
         return type(self).read is not Policy.read
+
+    @property
+    def writes_project(self) -> bool:
+        """True if the policy changes the model's projections."""
+        return type(self).project is not Policy.project
 
     @property
     def writes_observe(self) -> bool:

@@ -56,6 +56,14 @@ class Evidence(StrEnum):
     """Row log-sum-exp of the context's own queries: `exp(score - lse)` is a token's true attention."""
     BUCKET = "bucket"
     """Scores of the context's queries against the keys of their own bucket of consecutive positions."""
+    WEIGHTS = "weights"
+    """Offline: weights of each layer's key and value projections, and what passes of the model over the calibration
+    text put in (`Calibration.weights`, `Calibration.passes`). Takes the model, which the open loop has not."""
+    GRADIENTS = "gradients"
+    """Offline: gradients of the language-model loss at those weights (`CalibrationPass.gradients`)."""
+    OCCLUSION = "occlusion"
+    """Offline: what blanking pieces of the calibration text does to the loss of its answer (`Calibration.occlusions`).
+    Takes the model as well."""
     FUTURE_QUERIES = "future_queries"
     """Queries recorded after the decision: only the declared `hindsight` reference may ask."""
 

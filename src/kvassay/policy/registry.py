@@ -38,6 +38,7 @@ BUILT_IN = {
     "r-kv": "r_kv:RKV",
     "kara": "kara:Kara",
     "epikv-uncal": "epikv:EpiKV",
+    "epikv": "epikv_calibrated:EpiKVCalibrated",
     "knorm": "knorm:KeyNorm",
     "paged-eviction": "paged_eviction:PagedEviction",
     "quest": "quest:Quest",
@@ -54,6 +55,8 @@ BUILT_IN = {
     "rdkv": "rdkv:RDKV",
     "rdkv-calibrated": "rdkv_calibrated:RDKVCalibrated",
     "svd": "svd:Svd",
+    "recalkv": "recalkv:ReCalKV",
+    "dynacalkv": "dynacalkv:DynaCalKV",
     "nearest-merge": "merge:NearestMerge",
     "selkv": "selkv:SelKV",
 }

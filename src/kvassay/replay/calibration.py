@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -13,13 +13,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvassay.cache.data import LayerData
-from kvassay.errors import PolicyError
+from kvassay.errors import EvidenceMissing, PolicyError
+from kvassay.layout.model import Layer
 from kvassay.policy.base import Artefact, Policy
 from kvassay.policy.budget import Protection
 from kvassay.policy.card import Evidence, When
 from kvassay.policy.views import LayerView, Meter
+from kvassay.policy.weights import CalibrationPass, LayerWeights, Occlusions
 from kvassay.replay.evidence import after_prefill, recorded_queries, sinks_of
 from kvassay.replay.lane import scope_of
+from kvassay.replay.occlusion import occlusions
+from kvassay.replay.projections import calibration_pass, layer_weights
 from kvassay.trace.reader import Segment, Trace
 
 SHARED_RUN = 64
@@ -46,16 +50,55 @@ class TraceCalibration:
     """The layers of a trace's context in a policy's scope, with the evidence that its card declares.
 
     sha256: of the context's token ids, int32 little-endian
+    model: the transformers model that was recorded, for policies that learn from its weights
     """
 
-    def __init__(self, trace: Trace, policy: Policy) -> None:
-        self.trace, self.policy = trace, policy
+    def __init__(self, trace: Trace, policy: Policy, model: Any = None) -> None:
+        self.trace, self.policy, self.model = trace, policy, model
         self.sha256 = hashlib.sha256(_ids(trace.prefix).astype("<i4").tobytes()).hexdigest()
 
     def layers(self) -> Iterator[tuple[int, LayerView]]:
         """Each layer's view over the calibration tokens, one at a time."""
         for index in sorted(scope_of(self.trace.layout, self.policy)):
             yield index, self._view(index)
+
+    def weights(self) -> Mapping[int, LayerWeights]:
+        """Key and value projections by layer; `EvidenceMissing` undeclared, `PolicyError` without a model."""
+        return {layer.index: layer_weights(self._model(), layer) for layer in self._scope()}
+
+    def passes(self, samples: int, tokens: int) -> Iterator[CalibrationPass]:
+        """The model run over pieces of the context, one after the other; raises as `weights`."""
+        model, ids, gradients = self._model(), self.trace.prefix.token_ids.long(), self._declares(Evidence.GRADIENTS)
+        for number in range(max(1, min(samples, len(ids) // tokens))):
+            piece = ids[number * tokens : (number + 1) * tokens]
+            yield calibration_pass(model, piece, self._scope(), gradients)
+
+    def occlusions(self, tokens: int, width: int, stride: int) -> Occlusions:
+        """What pieces of the context's last `tokens` tokens are to the answer of the first question; raises as
+        `weights`, and `PolicyError` for a text without a question or shorter than a piece."""
+        model, branches = self._model(Evidence.OCCLUSION), self.trace.branches
+        text = self.trace.prefix.token_ids.long()[-tokens:]
+        if not branches or len(text) < width:
+            raise PolicyError(
+                f"{self.trace.path}: {len(text)} tokens and {len(branches)} questions; a question and a piece of "
+                f"{width} tokens to blank are needed"
+            )
+        ids = branches[0].token_ids.long()
+        return occlusions(model, text, ids, len(ids) - branches[0].question_tokens, width, stride)
+
+    def _scope(self) -> list[Layer]:
+        return [self.trace.layout.layers[index] for index in sorted(scope_of(self.trace.layout, self.policy))]
+
+    def _declares(self, evidence: Evidence) -> bool:
+        return evidence in self.policy.card.evidence
+
+    def _model(self, evidence: Evidence = Evidence.WEIGHTS) -> Any:
+        name = self.policy.card.name
+        if not self._declares(evidence):
+            raise EvidenceMissing(f"policy '{name}' touched the model's {evidence} without declaring it in its card")
+        if self.model is None:
+            raise PolicyError(f"policy '{name}' learns from the model's {evidence}, and this replay has no model")
+        return self.model
 
     def _view(self, index: int) -> LayerView:
         layout, prefix = self.trace.layout, self.trace.prefix
@@ -73,9 +116,12 @@ class TraceCalibration:
         )
 
 
-def fit_offline(policies: Sequence[Policy], trace: Trace, calibration: Trace | None) -> dict[str, Artefact]:
+def fit_offline(
+    policies: Sequence[Policy], trace: Trace, calibration: Trace | None, model: Any = None
+) -> dict[str, Artefact]:
     """Fit every policy that learns offline, once each; returns the artefacts by the policy's label.
 
+    model: the transformers model both were recorded from, where there is one
     What an enclosing `fitting_once` has seen before is not fitted again.
     Raises `PolicyError` if one needs a calibration and there is none, or if it is of another model or not
     disjoint from the trace under test.
@@ -92,7 +138,7 @@ def fit_offline(policies: Sequence[Policy], trace: Trace, calibration: Trace | N
     fits: Fits = {} if kept is None else kept
     for label, policy in offline.items():
         if (label, calibration.digest) not in fits:
-            fits[label, calibration.digest] = policy.fit(TraceCalibration(calibration, policy))
+            fits[label, calibration.digest] = policy.fit(TraceCalibration(calibration, policy, model))
     return {label: fits[label, calibration.digest] for label in offline}
 
 

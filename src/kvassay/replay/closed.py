@@ -64,7 +64,7 @@ def replay_trace(
     check_replay(loaded, trace, arms, protocol)
     idle = not_applicable(trace, arms)
     arms = [arm for arm in arms if arm.label not in idle]
-    artefacts = fit_offline([arm.policy for arm in arms], trace, calibration)
+    artefacts = fit_offline([arm.policy for arm in arms], trace, calibration, loaded.model)
     replay = Replay(loaded, trace, arms, protocol, artefacts)
     progress(f"compress {len(arms)} arms")
     lanes = [replay.compressed(arm) for arm in arms]
@@ -161,9 +161,10 @@ class Replay:
         size = self.trace.header.prefill_chunk
         encodes = bool(lane.policy.card.effects & ENCODING) and asking.due(lane, When.AFTER_PREFILL)
         for first in range(0, len(ids), size):
-            self.engine.forward([lane], [ids[first : first + size]], last=0)
+            with self.engine.inputs_kept(lane) as rows:
+                self.engine.forward([lane], [ids[first : first + size]], last=0)
             if encodes:
-                asking.decide(lane, asking.Evidences(recent=lambda layer: lane.queries[layer]))
+                asking.decide(lane, asking.Evidences(recent=lambda layer: lane.queries[layer], rows=rows))
         lane.generated = 0
 
     # -- ask --------------------------------------------------------------------------------------------
@@ -234,6 +235,8 @@ def check_replay(loaded: LoadedModel, trace: Trace, arms: Sequence[Arm], protoco
             f"{trace.path}: its token ids are of tokenizer {recorded[:12]}, {loaded.identity.name} comes with "
             f"{words[:12]}; record the trace anew"
         )
+    if trace.header.subset is not None:
+        raise ExperimentError(f"{trace.path}: holds a part of the model; the closed loop needs the whole")
     longest = trace.prefix.tokens + max((b.tokens for b in trace.branches), default=0) + protocol.free_tokens
     if longest > trace.layout.native_context and not protocol.allow_beyond_native:
         raise ExperimentError(

@@ -7,8 +7,8 @@ retains: in place where a chunk is short, else by the torch reference.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from kvassay.cache.data import Stored
+from kvassay.cache.edits import LowRank
 from kvassay.cache.ops import SlotView
 from kvassay.cache.paged import PagedCache
 from kvassay.kernels.cpu import CpuKernel
@@ -25,13 +26,14 @@ from kvassay.kernels.device import LaneRead, SlotRead
 from kvassay.kernels.reads import paged_layer, selected_read, slot_read, stored_reads
 from kvassay.kernels.reference import attend
 from kvassay.layout.model import Layer
-from kvassay.policy.card import Evidence, When
+from kvassay.policy.card import Evidence, Prefill, When
 from kvassay.policy.readset import ReadSet
-from kvassay.policy.views import Queries
+from kvassay.policy.views import Queries, Rows
 from kvassay.record.calling import attention_through, cache_keyword
 from kvassay.replay import asking
 from kvassay.replay.bytes import held, read_bytes
 from kvassay.replay.lane import Lane
+from kvassay.replay.projections import inputs_kept, standing_in
 
 NAME = "kvassay_replay"
 IN_PLACE = 8
@@ -62,7 +64,12 @@ class Engine:
         positions = torch.tensor(start)[:, None] + torch.arange(count)
         step = _Step(self, lanes, positions)
         device = next(self.model.parameters()).device
-        with torch.inference_mode(), _attending(self.model, step), self._hidden_taps(lanes) as hidden:
+        with (
+            torch.inference_mode(),
+            _attending(self.model, step),
+            self._hidden_taps(lanes) as hidden,
+            self._projecting(lanes),
+        ):
             inputs = {
                 "input_ids": torch.tensor([list(ids) for ids in tokens], device=device),
                 "position_ids": positions.to(device),
@@ -105,6 +112,30 @@ class Engine:
                 asking.decide(lane, evidence)
         if lane.stepwise:  # other lanes only grow: their last step is their peak
             lane.peak_bytes = max(lane.peak_bytes, held(lane).total)
+
+    def _projecting(self, lanes: Sequence[Lane]) -> AbstractContextManager[None]:
+        """Let policies that change the projections do so, in lanes that prefill by themselves."""
+        layers = self.cache.layout.layers
+        rows: dict[int, dict[int, LowRank]] = {}
+        for row, lane in enumerate(lanes):
+            if lane.arm.prefill is Prefill.OWN and lane.policy.writes_project:
+                asked = {index: lane.policy.project(layers[index], lane.memory) for index in sorted(lane.scope)}
+                rows[row] = {index: edit for index, edit in asked.items() if edit is not None}
+        return standing_in(self.model, layers, rows)
+
+    @contextmanager
+    def inputs_kept(self, lane: Lane) -> Iterator[Callable[[int], Mapping[Evidence, Callable[[], Rows]]]]:
+        """Offer what the projections read in the pass made inside, if the lane's policy declares it."""
+        layers = [self.cache.layout.layers[i] for i in sorted(lane.scope)]
+        first = lane.length
+        with inputs_kept(self.model, layers if Evidence.LAYER_INPUT in lane.policy.card.evidence else ()) as found:
+
+            def rows(layer: int) -> Mapping[Evidence, Callable[[], Rows]]:
+                if layer not in found:
+                    return {}
+                return {Evidence.LAYER_INPUT: lambda: Rows(found[layer][0], torch.arange(first, lane.length))}
+
+            yield rows
 
     @contextmanager
     def _hidden_taps(self, lanes: Sequence[Lane]) -> Iterator[dict[int, Tensor]]:

@@ -1,7 +1,8 @@
 """Decode time of every arm on its own cache: one token over all layers, the same kernel, interleaved rounds.
 
 Arms are timed in turn, every round over all of them, with the caches emptied before each, so that whatever else
-the machine does hits them alike. What the policy itself does per token is timed apart and charged to it.
+the machine does hits them alike. What the policy itself does per token is timed apart and charged to it. A kernel's
+plan is made once per arm and not timed: an engine keeps its block tables as tokens come, and does not rebuild them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvassay.kernels.device import CodeRead, DecodeKernel, LaneRead, PagedLayer, Read, kernel
+from kvassay.kernels.device import CodeRead, DecodeKernel, LaneRead, PagedLayer, Plan, Read, kernel
 from kvassay.kernels.reads import lane_reads, paged_layer, selected_read
 from kvassay.policy.readset import ReadSet
 from kvassay.record.load import LoadedModel
@@ -60,6 +61,7 @@ class _Call:
     q: Tensor
     """[1, q_heads, 1, k_dim]."""
     reads: LaneRead
+    plan: Plan
 
 
 @dataclass
@@ -90,19 +92,19 @@ def time_arms(
     """
     check_replay(loaded, trace, arms, protocol)
     decode = kernel(device)
-    artefacts = fit_offline([arm.policy for arm in arms], trace, calibration)
+    artefacts = fit_offline([arm.policy for arm in arms], trace, calibration, loaded.model)
     replay, recorded = Replay(loaded, trace, arms, protocol, artefacts, forks=3), Recorded(trace)
-    timed = [_prepared(replay, lane, recorded) for lane in replay.forks([replay.compressed(arm) for arm in arms])]
+    timed = [_prepared(replay, lane, recorded, decode) for lane in replay.forks([replay.compressed(arm) for arm in arms])]
     cold = torch.ones(COLD_BYTES // 4)
     with torch.inference_mode():
         for number in range(WARM_UP + rounds):
             for one in timed:
                 cold.sum()
-                _round(one, decode, counted=number >= WARM_UP)
+                _round(one, counted=number >= WARM_UP)
     return [_times(one, trace.prefix.tokens) for one in timed]
 
 
-def _prepared(replay: Replay, lane: Lane, recorded: Recorded) -> _Timed:
+def _prepared(replay: Replay, lane: Lane, recorded: Recorded, decode: DecodeKernel) -> _Timed:
     """The lane with one more token, and what each layer's query reads."""
     steps = policy_seconds(replay.engine, lane, recorded)
     recorded.append(lane, 0)
@@ -112,7 +114,8 @@ def _prepared(replay: Replay, lane: Lane, recorded: Recorded) -> _Timed:
         q = recorded.query(layer.index, 0)
         chosen, _, _ = asking.select(lane, owner, q)
         pool = paged_layer(lane.cache, layer, replay.sinks.get(layer.index))
-        calls.append(_Call(owner, pool, q[None], _reads(lane, owner, layer.q_heads, chosen)))
+        reads = _reads(lane, owner, layer.q_heads, chosen)
+        calls.append(_Call(owner, pool, q[None], reads, decode.plan(pool, [reads], 1)))
     return _Timed(lane, calls, steps, [], [])
 
 
@@ -133,10 +136,10 @@ def _reads(lane: Lane, owner: int, q_heads: int, chosen: ReadSet | None) -> Lane
     return [selected_read(view, union), *codes]
 
 
-def _round(one: _Timed, decode: DecodeKernel, *, counted: bool) -> None:
+def _round(one: _Timed, *, counted: bool) -> None:
     start = time.perf_counter()
     for call in one.calls:
-        decode.decode(call.layer, call.q, [call.reads])
+        call.plan.run(call.q)
     attention = time.perf_counter() - start
     choosing = _choose(one) if one.lane.policy.writes_read else 0.0
     if counted:

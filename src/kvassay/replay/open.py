@@ -28,7 +28,7 @@ from kvassay.measure.fidelity import Deviation, retained_share
 from kvassay.measure.result import LayerFidelity
 from kvassay.policy.base import Artefact, Memory, Policy
 from kvassay.policy.budget import Allowance
-from kvassay.policy.card import Prefill, When
+from kvassay.policy.card import Evidence, Prefill, When
 from kvassay.policy.views import CacheView, LayerView, Meter
 from kvassay.replay import asking
 from kvassay.replay.arms import Arm
@@ -55,6 +55,8 @@ def covers(policy: Policy, prefill: Prefill = Prefill.SHARED_DENSE, *, calibrate
         return "carries state from step to step over all layers; one layer is held at a time"
     if When.OFFLINE in policy.card.when and not calibrated:
         return "learns offline, so a calibration trace of other text is needed"
+    if Evidence.WEIGHTS in policy.card.evidence:
+        return "learns from the model's weights, which takes the model"
     if prefill is Prefill.OWN:
         return "prefills with the policy in the loop, which takes the model"
     return None
@@ -212,6 +214,7 @@ class _OpenLoop:
                     read_bytes=(deviation.read + deviation.scanned) / deviation.queries,
                     scan_bytes=deviation.scanned / deviation.queries,
                     dense_bytes=deviation.dense / deviation.queries,
+                    head_errors=deviation.head_errors,
                 )
         lane.free()
 

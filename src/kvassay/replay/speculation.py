@@ -52,7 +52,7 @@ def replay_speculation(
     """
     protocol = replace(protocol, free_tokens=how.k + 3)  # the farthest a draft can reach beyond the recorded tokens
     check_replay(loaded, trace, arms, protocol)
-    artefacts = fit_offline([arm.policy for arm in arms], trace, calibration)
+    artefacts = fit_offline([arm.policy for arm in arms], trace, calibration, loaded.model)
     replay = Replay(loaded, trace, arms, protocol, artefacts, FORKS)
     models = {
         name: DraftModel(model, loaded, trace, arms[dense_row(arms)], protocol, len(arms))
