@@ -10,8 +10,9 @@ from kvassay.experiment.plan import make_plan
 from kvassay.experiment.results import Results
 from kvassay.experiment.run import run
 from kvassay.experiment.schema import load_experiment
-from kvassay.report import figures, words
+from kvassay.report import words
 from kvassay.report.html import render
+from kvassay.report.points import policy_of
 from tests.experiment.tiny import write_experiment
 
 
@@ -70,8 +71,6 @@ def test_the_report_marks_them(results: Results) -> None:
     assert "knorm keep=0.5 own-prefill" in page and "own-prefill: prefilled with" in page
 
 
-def test_figures_draw_them_as_policies_of_their_own(results: Results) -> None:
-    figure = figures.quality_figure(results.sets[0], results.arms, figures.retained, "bytes held")
-    names = figure.axes[0].get_legend_handles_labels()[1]
-    assert {"fp8 (transforming)", "fp8 own-prefill (transforming)"} <= set(names)
-    assert {"dense", "dense own-prefill", "knorm", "knorm own-prefill"} <= set(names)
+def test_charts_draw_them_as_policies_of_their_own(results: Results) -> None:
+    drawn = {policy_of(info) for info in results.arms.values()}
+    assert {"fp8", "fp8 own-prefill", "dense", "dense own-prefill", "knorm", "knorm own-prefill"} <= drawn
