@@ -104,7 +104,8 @@ def test_rounds_are_interleaved_and_the_first_does_not_count(llama: World, monke
             self.inner = inner
 
         def plan(self, layer: PagedLayer, lanes: Sequence[LaneRead], queries: int) -> Plan:
-            return Counted(self.inner.plan(layer, lanes, queries), int(sum(int(r.last.sum()) for r in lanes[0])))  # type: ignore[union-attr]
+            tokens = sum(int(read.last.sum()) for read in lanes[0])  # type: ignore[union-attr]
+            return Counted(self.inner.plan(layer, lanes, queries), tokens)
 
     class Counted:
         def __init__(self, inner: Plan, tokens: int) -> None:

@@ -1,7 +1,6 @@
 """The arithmetic that every CPU attention kernel shares: dots, online softmax, weighted sums, partial results.
 
-Logits are kept in units of log2, so that a weight is `2 ** x`. Inner loops run from 0 over contiguous slices,
-the form in which LLVM vectorises them.
+Logits are kept in units of log2, so that a weight is `2 ** x`. What must be fast is in `vectors`.
 """
 
 from __future__ import annotations

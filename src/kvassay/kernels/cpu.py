@@ -63,8 +63,8 @@ class _Plan:
         count, q_heads, queries, k_dim = q.shape
         kv_heads = layer.keys.shape[1]
         group = q_heads // kv_heads
-        rows = q.transpose(1, 2).reshape(count * queries, kv_heads, group, k_dim)
-        scaled = (rows * (layer.scale * LOG2E)).contiguous().numpy()
+        rows = q.transpose(1, 2).numpy() * np.float32(layer.scale * LOG2E)
+        scaled = np.ascontiguousarray(rows).reshape(count * queries, kv_heads, group, k_dim)
         top = np.full((pieces, group), -np.inf, dtype=np.float32)
         total = np.zeros((pieces, group), dtype=np.float32)
         acc = np.zeros((pieces, group, layer.values.shape[3]), dtype=np.float32)
@@ -75,10 +75,10 @@ class _Plan:
             job.run(scaled, softcap, top[mine], total[mine], acc[mine])
             at = mine.stop
         out = np.empty((count * queries * kv_heads, group, acc.shape[2]), dtype=np.float32)
-        sinks = np.full((kv_heads, group), -np.inf, dtype=np.float32)
+        sinks = np.full((count * queries, kv_heads * group), -np.inf, dtype=np.float32)
         if layer.sinks is not None:
-            sinks = (layer.sinks.float() * LOG2E).view(kv_heads, group).numpy()
-        merge(self.owner, top, total, acc, np.tile(sinks, (count * queries, 1)), out)
+            sinks[:] = layer.sinks.numpy() * LOG2E
+        merge(self.owner, top, total, acc, sinks.reshape(-1, group), out)
         return torch.from_numpy(out).view(count, queries, q_heads, -1).transpose(1, 2)
 
 

@@ -110,7 +110,7 @@ def _pick(b: Any, x: Value, y: Value, lanes: Sequence[int]) -> Value:
 
 
 def _sums(b: Any, vectors: list[Value]) -> list[Value]:
-    """Sums over the lanes of each vector, `TOKENS` or more to a vector, in order; neighbours are added together."""
+    """Sums over the lanes of each vector, in order, as many to a vector as fall out: neighbours are added together."""
     each = LANES
     while each > 1:
         count = vectors[0].type.count
@@ -181,7 +181,7 @@ def row_dots(typing, q, rows, at, line, ahead, n, out):  # type: ignore[no-untyp
 
 
 def _block(b: Any, queries: list[Value], here: list[Value], width: Value) -> list[Value]:
-    """Dot products of queries and TOKENS rows, a vector of TOKENS for each query."""
+    """Dot products of queries and a few rows, for each query a vector of as many."""
     tokens = len(here)
     sums = _registers(b, len(queries) * tokens)
 

@@ -94,7 +94,9 @@ def time_arms(
     decode = kernel(device)
     artefacts = fit_offline([arm.policy for arm in arms], trace, calibration, loaded.model)
     replay, recorded = Replay(loaded, trace, arms, protocol, artefacts, forks=3), Recorded(trace)
-    timed = [_prepared(replay, lane, recorded, decode) for lane in replay.forks([replay.compressed(arm) for arm in arms])]
+    timed = [
+        _prepared(replay, lane, recorded, decode) for lane in replay.forks([replay.compressed(arm) for arm in arms])
+    ]
     cold = torch.ones(COLD_BYTES // 4)
     with torch.inference_mode():
         for number in range(WARM_UP + rounds):
