@@ -94,7 +94,7 @@ def test_snapkv_window_of_the_whole_context_is_refused_unless_all_is_kept() -> N
 
 
 def test_snapkv_refuses_a_record_shorter_than_its_window() -> None:
-    with pytest.raises(EvidenceMissing, match="last 6 queries of layer 0, the trace holds 3"):
+    with pytest.raises(EvidenceMissing, match="last 6 queries of layer 0, there are 3"):
         SnapKV(6).score(view(SnapKV(), dense(N), queries=random_q(3)), memory())
 
 

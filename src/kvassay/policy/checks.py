@@ -35,6 +35,15 @@ def more_than_forced(policy: Policy, cache: CacheView, budget: Allowance, parame
         )
 
 
+def enough_queries(policy: Policy, layer: LayerView, held: int, wanted: int) -> None:
+    """Raise `EvidenceMissing` unless `held` queries are the last `wanted`, or all that the sequence has had."""
+    if held < min(wanted, layer.length):
+        raise EvidenceMissing(
+            f"policy '{policy.card.name}' needs the last {wanted} queries of layer {layer.index}, there are {held}; "
+            "record with a larger --q-tail"
+        )
+
+
 LONGEST_EVERY_QUERY = 65_536
 """Longest context, in tokens, at which a method that scores every prompt query is run."""
 

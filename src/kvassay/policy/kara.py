@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from kvassay.cache.edits import KEEP_ALL, Decision, Evict
-from kvassay.errors import BudgetError, EvidenceMissing, PolicyError
+from kvassay.errors import BudgetError, PolicyError
 from kvassay.policy.base import Memory, Policy
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Card, Effect, Evidence, When
-from kvassay.policy.checks import at_least, one_of
+from kvassay.policy.checks import at_least, enough_queries, one_of
 from kvassay.policy.token2chunk import Order, token2chunk
 from kvassay.policy.views import CacheView, LayerView
 
@@ -93,10 +93,7 @@ class Kara(Policy):
         """[width] of keys [kv_heads, width, dim]: softmax over the window alone, summed over queries and heads."""
         q = layer.queries(self.interval).q
         width = keys.shape[1]
-        if q.shape[1] < width:
-            raise EvidenceMissing(
-                f"policy 'kara' needs the last {width} queries of layer {layer.index}, there are {q.shape[1]}"
-            )
+        enough_queries(self, layer, q.shape[1], width)
         q = q[:, -min(width, LAST if self.scorer == "last" else width) :]
         rows = q.reshape(layer.kv_heads, -1, q.shape[-1]) @ keys.mT * layer.layer.scale
         if self.scorer != "bidirectional":

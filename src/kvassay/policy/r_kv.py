@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvassay.cache.edits import Decision
-from kvassay.errors import EvidenceMissing, PolicyError
+from kvassay.errors import PolicyError
 from kvassay.policy.base import Memory, Policy
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Card, Effect, Evidence, When
-from kvassay.policy.checks import at_least, more_than_forced
+from kvassay.policy.checks import at_least, enough_queries, more_than_forced
 from kvassay.policy.views import CacheView, LayerView
 
 ROWS = 512
@@ -73,10 +73,7 @@ class RKV(Policy):
     def score(self, layer: LayerView, memory: Memory) -> Tensor:
         """balance x importance - (1 - balance) x redundancy; the window above all: [kv_heads, tokens]."""
         rows = layer.attention(self.window)
-        if rows.shape[1] < min(self.window, layer.length):
-            raise EvidenceMissing(
-                f"policy 'r-kv' needs the last {self.window} queries of layer {layer.index}, there are {rows.shape[1]}"
-            )
+        enough_queries(self, layer, rows.shape[1], self.window)
         own = layer.alive & (layer.positions >= layer.length - self.window)
         heads = rows.mean(1).view(layer.kv_heads, -1, rows.shape[-1])
         importance = heads.amax(1).masked_fill(own | ~layer.alive, 0.0)

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvassay.cache.edits import Decision, Quantize
-from kvassay.errors import BudgetError, EvidenceMissing, PolicyError
+from kvassay.errors import BudgetError, PolicyError
 from kvassay.policy import distortion
 from kvassay.policy.allocation import Table, bisect, greedy
 from kvassay.policy.base import Memory, Policy
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Approximates, Card, Effect, Evidence
-from kvassay.policy.checks import at_least, one_of
+from kvassay.policy.checks import at_least, enough_queries, one_of
 from kvassay.policy.views import CacheView, LayerView
 
 ACTIONS = {"full": (0, 2, 4, 8, 16), "three": (0, 4, 16), "evict": (0, 16), "quantise": (2, 4, 8, 16)}
@@ -93,10 +93,7 @@ class RDKV(Policy):
     def score(self, layer: LayerView, memory: Memory) -> Tensor:
         """Token weights: attention of the window summed over the group, per query that sees, smoothed."""
         rows = layer.attention(self.window)
-        if rows.shape[1] < min(self.window, layer.length):
-            raise EvidenceMissing(
-                f"policy 'rdkv' needs the last {self.window} queries of layer {layer.index}, there are {rows.shape[1]}"
-            )
+        enough_queries(self, layer, rows.shape[1], self.window)
         weight = layer.group_sum(rows.sum(1))
         if self.tail:
             weight = weight / (layer.length - layer.positions).clamp(min=1, max=rows.shape[1])

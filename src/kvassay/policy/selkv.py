@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvassay.cache.edits import Bias, Decision, Edit, Evict, Merge
-from kvassay.errors import BudgetError, EvidenceMissing, PolicyError
+from kvassay.errors import BudgetError, PolicyError
 from kvassay.policy.base import Memory, Policy, top_k_mask
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Approximates, Card, Effect, Evidence
-from kvassay.policy.checks import at_least
+from kvassay.policy.checks import at_least, enough_queries
 from kvassay.policy.routing import route
 from kvassay.policy.views import CacheView, LayerView
 
@@ -87,10 +87,7 @@ class SelKV(Policy):
     def window_mass(self, layer: LayerView) -> Tensor:
         """Attention from the window's queries and the group's heads, summed: [kv_heads, tokens]."""
         rows = layer.attention(self.window)
-        if rows.shape[1] < min(self.window, layer.length):
-            raise EvidenceMissing(
-                f"policy 'selkv' needs the last {self.window} queries of layer {layer.index}, there are {rows.shape[1]}"
-            )
+        enough_queries(self, layer, rows.shape[1], self.window)
         return layer.group_sum(rows.sum(1))
 
     def decide(self, cache: CacheView, scores: Mapping[int, Tensor], memory: Memory, budget: Allowance) -> Decision:

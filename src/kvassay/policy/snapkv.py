@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvassay.cache.edits import Decision
-from kvassay.errors import EvidenceMissing, PolicyError
+from kvassay.errors import PolicyError
 from kvassay.policy.base import Memory, Policy
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Card, Effect, Evidence
-from kvassay.policy.checks import at_least, more_than_forced
+from kvassay.policy.checks import at_least, enough_queries, more_than_forced
 from kvassay.policy.views import CacheView, LayerView
 
 
@@ -54,11 +54,7 @@ class SnapKV(Policy):
     def score(self, layer: LayerView, memory: Memory) -> Tensor:
         """Pooled mean attention of the window's queries; the window's own tokens above all: [kv_heads, tokens]."""
         rows = layer.attention(self.window)
-        if rows.shape[1] < min(self.window, layer.tokens):
-            raise EvidenceMissing(
-                f"policy 'snapkv' needs the last {self.window} queries of layer {layer.index}, "
-                f"the trace holds {rows.shape[1]}; record with a larger --q-tail or lower window"
-            )
+        enough_queries(self, layer, rows.shape[1], self.window)
         own = layer.alive & (layer.positions >= layer.length - self.window)
         mass = layer.group_sum(rows.mean(1)) / (rows.shape[0] // layer.kv_heads)
         mass = mass.masked_fill(own | ~layer.alive, 0.0)

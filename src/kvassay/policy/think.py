@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from kvassay.cache.edits import Decision, Quantize
-from kvassay.errors import EvidenceMissing, PolicyError
+from kvassay.errors import PolicyError
 from kvassay.policy.base import Memory, Policy
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Approximates, Card, Effect, Evidence
-from kvassay.policy.checks import at_least
+from kvassay.policy.checks import at_least, enough_queries
 from kvassay.policy.views import CacheView, LayerView
 
 
@@ -69,10 +69,7 @@ class ThinK(Policy):
     def kept_channels(self, layer: LayerView) -> Tensor:
         """bool [kv_heads, k_dim]."""
         q = layer.queries(self.window).q
-        if q.shape[1] < min(self.window, layer.length):
-            raise EvidenceMissing(
-                f"policy 'think' needs the last {self.window} queries of layer {layer.index}, there are {q.shape[1]}"
-            )
+        enough_queries(self, layer, q.shape[1], self.window)
         keys = layer.keys.masked_fill(~layer.alive[..., None], 0.0)
         asked = layer.group_sum(q.square().mean(1))
         held = keys.square().sum(1) / layer.alive.sum(1, keepdim=True).clamp(min=1)
