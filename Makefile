@@ -19,7 +19,7 @@ VLLM_READY := $(VLLM)/.kvassay-ready
 VLLM_CORE_READY := $(VLLM)/core-$(VLLM_CORE)/.kvassay-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all lint types check vs-kvpress locks-parity lm-eval lm-eval-setup browser vllm vllm-setup clean
+.PHONY: help setup demo test test-slow test-all lint types check vs-kvpress locks-parity locks-setup lm-eval lm-eval-setup browser vllm vllm-setup clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -55,9 +55,11 @@ types: $(READY) ## Static types
 
 check: lint types test ## What must pass before a commit
 
-locks-parity: $(READY) ## Compare LOCKS with its published package, which gets an environment of its own
+locks-setup: ## Make the environment with LOCKS's published package
 	test -x $(LOCKS)/bin/python || $(PYTHON) -m venv $(LOCKS)
 	$(LOCKS)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" "locks-kv==0.1.4" numpy
+
+locks-parity: $(READY) locks-setup ## Compare LOCKS with its published package, which gets an environment of its own
 	KVASSAY_LOCKS_PYTHON=$(LOCKS)/bin/python $(BIN)/python -m pytest -m slow -s tests/policy/test_locks_parity.py
 
 lm-eval-setup: $(LM_EVAL_READY) ## Make the environment with lm-evaluation-harness
