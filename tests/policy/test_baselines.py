@@ -12,10 +12,10 @@ from torch import Tensor
 
 from kvassay.cache.data import LayerData
 from kvassay.cache.rope import rotate
-from kvassay.errors import EvidenceMissing, PolicyError
+from kvassay.errors import BudgetError, EvidenceMissing, PolicyError
 from kvassay.layout.model import Layer, Rope
 from kvassay.policy.adakv import AdaSnapKV
-from kvassay.policy.base import Policy
+from kvassay.policy.base import Policy, top_k_mask
 from kvassay.policy.checks import LONGEST_EVERY_QUERY
 from kvassay.policy.expected_attention import ExpectedAttention
 from kvassay.policy.h2o import H2O
@@ -25,6 +25,7 @@ from kvassay.policy.r_kv import RKV
 from kvassay.policy.registry import make
 from kvassay.policy.snapkv import SnapKV
 from kvassay.policy.think import ThinK
+from kvassay.policy.views import LayerView
 from tests.policy.build import (
     DIM,
     KV_HEADS,
@@ -83,19 +84,19 @@ class TestH2O:
 class TestPyramidKV:
     def test_budgets_fall_evenly_and_average_to_the_budget(self) -> None:
         policy = PyramidKV(window=8, beta=20)
-        budgets = [policy.layer_budget(i, 30, 2000, 400) for i in range(30)]
+        budgets = [policy.layer_budget(i, 30, 2000, 400, 8) for i in range(30)]
         assert budgets[0] == 780 and budgets[-1] == 20  # 400 * (2 - 1/20), 400 / 20
         assert all(a - b in (26, 27) for a, b in itertools.pairwise(budgets))
         assert sum(budgets) / 30 == pytest.approx(400, abs=0.5)
 
     def test_the_first_layer_never_gets_more_than_there_is(self) -> None:
         policy = PyramidKV(window=8)
-        budgets = [policy.layer_budget(i, 5, 100, 60) for i in range(5)]
+        budgets = [policy.layer_budget(i, 5, 100, 60, 8) for i in range(5)]
         assert budgets == [92, 76, 60, 44, 28]
 
     @pytest.mark.parametrize("layers, mean", [(1, 60), (5, 12)])
     def test_where_no_pyramid_fits_every_layer_gets_the_mean(self, layers: int, mean: int) -> None:
-        assert PyramidKV(window=8).layer_budget(0, layers, 1000, mean) == mean
+        assert PyramidKV(window=8).layer_budget(0, layers, 1000, mean, 8) == mean
 
     def test_a_lower_layer_keeps_more(self) -> None:
         policy, q = PyramidKV(window=2, beta=4), random_q(N)
@@ -273,3 +274,48 @@ def test_parameters_out_of_range_are_refused(text: str, message: str) -> None:
 @pytest.mark.parametrize("policy, least", [(SnapKV(window=16), 16), (ThinK(window=8), 8), (RKV(window=4), 4)])
 def test_a_recording_holds_as_many_queries_as_a_policy_says(policy: Policy, least: int) -> None:
     assert policy.queries_needed == least and H2O().queries_needed > LONGEST_EVERY_QUERY
+
+
+class TestProtection:
+    """A protected token stays under every arm, however the method shares its budget out."""
+
+    SINK, RECENT = 3, 5
+
+    def stays(self, keep: Tensor) -> bool:
+        return bool(keep[..., : self.SINK].all()) and bool(keep[..., N - self.RECENT :].all())
+
+    def views(self, policy: Policy, layers: int) -> list[LayerView]:
+        q = random_q(N)
+        return [
+            view(policy, dense(N, seed=i), of=layer(i), queries=q, sink=self.SINK, recent=self.RECENT)
+            for i in range(layers)
+        ]
+
+    @pytest.mark.parametrize(
+        "policy",
+        [
+            PyramidKV(window=2, beta=20),
+            PyramidKV(window=2, beta=2),
+            AdaSnapKV(window=2, floor=0.1),
+            AdaSnapKV(window=2, floor=1.0),
+            H2O(recent=0.99),
+            H2O(recent=0.0),
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("tokens", [9, 12, 20])
+    def test_it_stays_at_every_layer_inside_the_budget(self, policy: Policy, tokens: int) -> None:
+        views = self.views(policy, 4)
+        scores = {v.index: policy.score(v, memory()) for v in views}
+        budget = allowance(tokens, N, self.SINK, self.RECENT)
+        edits = policy.decide(cache(*views), scores, memory(), budget).edits
+        kept = [edits[v.index][0].keep for v in views]
+        assert all(self.stays(mask) for mask in kept)
+        assert sum(int(mask.sum()) for mask in kept) <= 4 * KV_HEADS * tokens
+
+    def test_more_forced_tokens_than_may_be_kept_are_refused_not_dropped(self) -> None:
+        score, alive = torch.zeros(2, 6), torch.ones(2, 6, dtype=torch.bool)
+        forced = torch.tensor([[True] * 3 + [False] * 3, [False] * 6])
+        assert top_k_mask(score, alive, forced, 3).sum(1).tolist() == [3, 3]
+        with pytest.raises(BudgetError, match="2 tokens may be kept and 3 must be"):
+            top_k_mask(score, alive, forced, 2)

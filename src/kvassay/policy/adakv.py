@@ -58,7 +58,6 @@ class AdaSnapKV(SnapKV):
 
     def _keep(self, layer: LayerView, score: Tensor, tokens: int) -> Tensor:
         safe = max(1, int(tokens * self.floor)) if self.floor > 0 else 0
-        floor = top_k_mask(score, layer.alive, layer.protected, safe)
-        forced = layer.protected | floor
-        flat = top_k_mask(score.reshape(1, -1), layer.alive.reshape(1, -1), forced.reshape(1, -1), tokens * len(score))
+        floor = top_k_mask(score, layer.alive, layer.protected, max(safe, int(layer.protected.sum(1).max())))
+        flat = top_k_mask(score.reshape(1, -1), layer.alive.reshape(1, -1), floor.reshape(1, -1), tokens * len(score))
         return flat.view_as(score)

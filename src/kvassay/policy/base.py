@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvassay.cache.edits import Decision, Evict, LowRank
-from kvassay.errors import PolicyError
+from kvassay.errors import BudgetError, PolicyError
 from kvassay.layout.model import Layer
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Card
@@ -196,11 +196,17 @@ def protected_top_k(score: Tensor, layer: LayerView, keep: int) -> Tensor:
 
 
 def top_k_mask(score: Tensor, alive: Tensor, forced: Tensor, keep: int) -> Tensor:
-    """The `keep` highest of `alive` per row, `forced` ones first; bool of the same shape."""
+    """The `keep` highest of `alive` per row, `forced` ones first; bool of the same shape.
+
+    Raises `BudgetError` if more are forced than may be kept: what must stay is never dropped in silence.
+    """
     if score.shape != alive.shape:
         raise PolicyError(f"scores of shape {list(score.shape)}, expected {list(alive.shape)} [kv_heads, tokens]")
     if not bool(torch.isfinite(score[alive]).all()):
         raise PolicyError("scores hold NaN or infinity; the score of every live token must be finite")
+    most = int((forced & alive).sum(-1).max()) if forced.numel() else 0
+    if most > keep:
+        raise BudgetError(f"{keep} tokens may be kept and {most} must be; raise the budget or protect fewer")
     order = score.masked_fill(forced, torch.inf).masked_fill(~alive, -torch.inf)
     best = torch.sort(order, dim=-1, descending=True, stable=True).indices[:, :keep]
     mask = torch.zeros_like(alive).scatter_(-1, best, True)

@@ -55,7 +55,7 @@ class H2O(Policy):
 
     def decide(self, cache: CacheView, scores: Mapping[int, Tensor], memory: Memory, budget: Allowance) -> Decision:
         """Keep the newest `recent` share of the budget, then the heaviest."""
-        newest = int(self.recent * budget.tokens)
+        newest = min(int(self.recent * budget.tokens), budget.tokens - budget.protection.sink)
         edits = {}
         for index, layer in cache.layers.items():
             if layer.tokens > budget.tokens:

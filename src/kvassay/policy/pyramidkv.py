@@ -45,19 +45,20 @@ class PyramidKV(SnapKV):
     def decide(self, cache: CacheView, scores: Mapping[int, Tensor], memory: Memory, budget: Allowance) -> Decision:
         """Keep each layer's own number of tokens per KV head."""
         more_than_forced(self, cache, budget, "window")
+        least = max(self.window, budget.protection.sink + budget.protection.recent)
         edits = {}
         for ordinal, (index, layer) in enumerate(sorted(cache.layers.items())):
-            keep = self.layer_budget(ordinal, len(cache.layers), layer.tokens, budget.tokens)
+            keep = self.layer_budget(ordinal, len(cache.layers), layer.tokens, budget.tokens, least)
             if layer.tokens > keep:
                 edits[index] = [Evict(protected_top_k(scores[index], layer, keep))]
         return Decision(edits)
 
-    def layer_budget(self, ordinal: int, layers: int, tokens: int, mean: int) -> int:
-        """Tokens for the layer at `ordinal` of `layers`, `mean` on average; `mean` where no pyramid fits."""
+    def layer_budget(self, ordinal: int, layers: int, tokens: int, mean: int, least: int) -> int:
+        """Tokens for the layer at `ordinal` of `layers`, `mean` on average and `least` at any; else `mean` for all."""
         low, high = mean / self.beta, mean * (2 - 1 / self.beta)
         if high >= tokens - self.window:
             high = tokens - self.window
             low = 2 * mean - high
-        if layers == 1 or not high >= low >= self.window:
+        if layers == 1 or not high >= low >= least:
             return mean
         return round(high - ordinal * (high - low) / (layers - 1))
