@@ -28,7 +28,7 @@ from kvassay.kernels.reference import attend
 from kvassay.layout.model import Layer
 from kvassay.policy.card import Evidence, Prefill, When
 from kvassay.policy.readset import ReadSet
-from kvassay.policy.views import Queries, Rows
+from kvassay.policy.views import Rows
 from kvassay.record.calling import attention_through, cache_keyword
 from kvassay.replay import asking
 from kvassay.replay.bytes import held, read_bytes
@@ -191,7 +191,7 @@ class _Step:
             out[rows] = self.engine.kernel.decode(paged, q[rows], list(in_place.values()))
         for row, lane in enumerate(self.lanes):
             if lane.policy.card.evidence & QUERY_EVIDENCE and index in lane.scope:
-                self._keep_queries(lane, index, q[row], self.positions[row])
+                lane.note_queries(index, q[row].float().cpu(), self.positions[row])
         return out
 
     def _plain(self, row: int, owner: int, chosen: ReadSet | None, scanned: float) -> LaneRead | None:
@@ -234,14 +234,6 @@ class _Step:
         lane.traffic.bytes += bytes_read + scanned * tokens
         if owner in lane.scope:
             lane.traffic.selected += per_head / len(lane.scope)
-
-    def _keep_queries(self, lane: Lane, index: int, q: Tensor, positions: Tensor) -> None:
-        old = lane.queries.get(index)
-        new = Queries(q.float().cpu(), positions)
-        if old is not None:
-            new = Queries(torch.cat([old.q, new.q], 1), torch.cat([old.positions, new.positions]))
-        # What is uncommitted may go again, and then the oldest would be missing.
-        lane.queries[index] = new if lane.draft is not None else new.last(lane.keep_queries)
 
 
 def _selected(view: SlotView, chosen: ReadSet) -> SlotRead | None:

@@ -136,6 +136,15 @@ class Lane:
         """How many of the newest queries it keeps while decoding, if its policy declares queries."""
         return max(LEAST_QUERIES, self.policy.queries_needed) if self.stepwise else LEAST_QUERIES
 
+    def note_queries(self, layer: int, q: Tensor, positions: Tensor) -> None:
+        """Keep a layer's newest queries [q_heads, queries, dim] at their true positions [queries]."""
+        old = self.queries.get(layer)
+        new = Queries(q, positions)
+        if old is not None:
+            new = Queries(torch.cat([old.q, q], 1), torch.cat([old.positions, positions]))
+        # What is uncommitted may go again, and then the oldest would be missing.
+        self.queries[layer] = new if self.draft is not None else new.last(self.keep_queries)
+
     def fork(self) -> Lane:
         """The same lane once more, with counters of its own; K/V shared by reference count.
 

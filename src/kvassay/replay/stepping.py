@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kvassay.policy.card import When
-from kvassay.policy.views import Queries
 from kvassay.replay.engine import QUERY_EVIDENCE, Engine
 from kvassay.replay.lane import Lane
 from kvassay.trace.reader import Trace
@@ -72,7 +71,7 @@ def policy_seconds(engine: Engine, lane: Lane, recorded: Recorded) -> float:
         # Uncommitted until the engine settles it, as a drafted token would be: then the policy acts.
         recorded.append(fork, fed, committed=False)
         fork.hold([recorded.ids[fed % recorded.tokens]], hidden)
-        _keep_queries(engine, fork, recorded, fed)
+        _note_queries(fork, recorded, fed)
         engine.settle(fork, 1)
         fed += 1
         if fed % whole == 0 and time.perf_counter() - start > LIMIT:
@@ -88,13 +87,9 @@ def _whole(lane: Lane) -> int:
     return lcm(int(interval), max(group.block_size for group in lane.cache.ledger.groups))
 
 
-def _keep_queries(engine: Engine, lane: Lane, recorded: Recorded, at: int) -> None:
-    """What the engine keeps of a step's queries, for policies that declare them."""
+def _note_queries(lane: Lane, recorded: Recorded, at: int) -> None:
+    """Keep a step's queries as the engine does, for policies that declare them."""
     if not lane.policy.card.evidence & QUERY_EVIDENCE:
         return
     for layer in lane.scope:
-        new = Queries(recorded.query(layer, at), torch.tensor([lane.length - 1]))
-        old = lane.queries.get(layer)
-        if old is not None:
-            new = Queries(torch.cat([old.q, new.q], 1), torch.cat([old.positions, new.positions]))
-        lane.queries[layer] = new.last(lane.keep_queries)
+        lane.note_queries(layer, recorded.query(layer, at), torch.tensor([lane.length - 1]))
