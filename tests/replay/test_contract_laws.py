@@ -24,6 +24,8 @@ from tests.replay.worlds import World
 
 N = 404
 PROTECTION = Protection(4, 16)
+NONE = Protection(0, 0)
+"""Of arms that break another law than protection."""
 ARMS = [
     Arm(make("dense"), None, PROTECTION),
     Arm(make("knorm"), Budget("keep_tokens", 0.5), PROTECTION),
@@ -182,11 +184,44 @@ WHEN_COMPRESSED = {
 def test_refused_when_the_context_is_compressed(llama: World, watch: Watch, law: str) -> None:
     policy, error, words = WHEN_COMPRESSED[law]
     budget = Budget("keep_tokens", 0.5) if policy.card.budgets else None
-    before = refused(llama, watch, Arm(policy, budget, PROTECTION), error, words)
+    before = refused(llama, watch, Arm(policy, budget, NONE), error, words)
     # The bad lane itself, too, is what it was when it forked from the dense context.
     bad = max(watch.replay.cache.ledger.sequences())
     assert bad not in before
     assert same(contents(watch.replay.cache, bad), before[watch.replay.dense])
+
+
+def but(layer: LayerView, *positions: int) -> Tensor:
+    """Everything but these positions, in the second head alone."""
+    mask = ones(2, N)
+    mask[1] = ~torch.isin(layer.positions[1], torch.tensor(positions))
+    return mask
+
+
+UNPROTECTED = {
+    "evicted": (lambda layer: Evict(but(layer, 3, 200)), 1),
+    "evicted in all heads": (lambda layer: Evict(layer.positions[0] < N - 2), 4),
+    "given 0 bits": (lambda layer: Quantize(torch.where(but(layer, 0, 388, 403), 4, 0), 4), 3),
+    "keys given 0 bits": (lambda layer: Quantize(4, torch.where(but(layer, 1), 4, 0)), 1),
+    "merged away": (
+        lambda layer: Merge(torch.where(but(layer, 2), -1, 100), ones(2, N).float()),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("way", UNPROTECTED)
+def test_no_arm_drops_a_protected_token(llama: World, watch: Watch, way: str) -> None:
+    edit, lost = UNPROTECTED[way]
+    bad = decider(lambda cache: Decision({2: [edit(cache.layers[2])]}))
+    words = rf"drops {lost} of 40 protected tokens of layer 2 \(sink 4, recent 16"
+    refused(llama, watch, Arm(bad, None, PROTECTION), PolicyError, words)
+
+
+def test_what_is_not_protected_may_go(llama: World, watch: Watch) -> None:
+    fair = decider(lambda cache: Decision({2: [Evict(but(cache.layers[2], 4, 200, 387))]}))
+    rows = watch.run(llama, [*ARMS, Arm(fair, None, PROTECTION)])
+    assert any(row.arm == "bad" and row.retained_fraction < 1 for row in rows)
 
 
 WHEN_DECODING = {
@@ -248,7 +283,7 @@ WHEN_DECODING = {
 @pytest.mark.parametrize("law", WHEN_DECODING)
 def test_refused_while_decoding(llama: World, watch: Watch, law: str) -> None:
     policy, error, words = WHEN_DECODING[law]
-    refused(llama, watch, Arm(policy, None, PROTECTION), error, words)
+    refused(llama, watch, Arm(policy, None, NONE), error, words)
 
 
 def refused(world: World, watch: Watch, arm: Arm, error: type[KvassayError], words: str) -> Mapping[int, Any]:
@@ -271,11 +306,11 @@ def test_window_layers_are_out_of_bounds_unless_the_card_names_them(gemma: World
         return Decision({index: [Evict(layer.positions % 2 == 0)] for index, layer in cache.layers.items()})
 
     named = decider(thin, acts_on=frozenset({"sliding"}))
-    watch.run(gemma, [ARMS[0], Arm(named, None, PROTECTION)])
+    watch.run(gemma, [ARMS[0], Arm(named, None, NONE)])
     assert seen == [0, 2, 3, 5]
     unnamed = decider(lambda cache: Decision({0: [Evict(ones(2, 24))]}))
     with pytest.raises(PolicyError, match="edits layer 0, which its card does not act on"):
-        watch.run(gemma, [ARMS[0], Arm(unnamed, None, PROTECTION)])
+        watch.run(gemma, [ARMS[0], Arm(unnamed, None, NONE)])
 
 
 def test_a_card_must_agree_with_itself_and_with_the_model(llama: World, watch: Watch) -> None:
@@ -303,4 +338,4 @@ def test_summaries_of_blocks_that_edits_have_torn_are_refused(llama: World, watc
         def decide(self, cache: CacheView, scores: Mapping[int, Tensor], memory: Memory, budget: Allowance) -> Decision:
             return Decision({i: [Evict(x.positions >= 32)] for i, x in cache.layers.items()}, compact=True)
 
-    refused(llama, watch, Arm(Torn(), None, PROTECTION), PolicyError, r"edits have left 384 of 416 tokens")
+    refused(llama, watch, Arm(Torn(), None, NONE), PolicyError, r"edits have left 384 of 416 tokens")

@@ -20,6 +20,7 @@ from kvassay.policy.card import Evidence, When
 from kvassay.policy.readset import ReadSet
 from kvassay.policy.views import BlockView, CacheView, HiddenStates, LayerView, Meter, Queries, Rows, StepView
 from kvassay.replay.lane import Lane
+from kvassay.replay.laws import check_protection, check_scope
 
 Source = Callable[[int], Queries]
 """Queries of a layer."""
@@ -136,11 +137,12 @@ def scored(policy: Policy, cache: CacheView, memory: Memory) -> dict[int, Tensor
 def decided(
     policy: Policy, cache: CacheView, scores: Mapping[int, Tensor], memory: Memory, allowance: Allowance
 ) -> Decision:
-    """One decision from the scores; `PolicyError` if it names a layer that the policy was not shown."""
+    """One decision from the scores; `PolicyError` if it leaves its scope or drops a protected token."""
     decision = policy.decide(cache, scores, memory, allowance)
     if not isinstance(decision, Decision):
         raise PolicyError(f"policy '{policy.card.name}': decide returned {type(decision).__name__}, not a Decision")
-    _check_scope(policy, cache, decision)
+    check_scope(policy, cache, decision)
+    check_protection(policy, cache, decision)
     return decision
 
 
@@ -254,15 +256,6 @@ def _checked(score: Tensor, shown: LayerView) -> Tensor:
             "NaN or infinite; every live token needs a finite score"
         )
     return score
-
-
-def _check_scope(policy: Policy, cache: CacheView, decision: Decision) -> None:
-    outside = sorted(set(decision.edits) - set(cache.layers))
-    if outside:
-        raise PolicyError(
-            f"policy '{policy.card.name}' edits layer {outside[0]}, which its card does not act on "
-            f"({', '.join(sorted(policy.card.acts_on))})"
-        )
 
 
 def _summary(lane: Lane, layer: int, done: int, full: int, size: int) -> Mapping[str, Tensor]:

@@ -1,0 +1,55 @@
+"""What a decision may not do, whoever made it: leave the policy's scope, or drop a protected token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvassay.cache.edits import Decision, Edit, Evict, Merge, Quantize
+from kvassay.errors import PolicyError
+from kvassay.policy.base import Policy
+from kvassay.policy.views import CacheView
+
+
+def check_scope(policy: Policy, cache: CacheView, decision: Decision) -> None:
+    """Raise `PolicyError` if a layer is edited that the policy was not shown."""
+    outside = sorted(set(decision.edits) - set(cache.layers))
+    if outside:
+        raise PolicyError(
+            f"policy '{policy.card.name}' edits layer {outside[0]}, which its card does not act on "
+            f"({', '.join(sorted(policy.card.acts_on))})"
+        )
+
+
+def check_protection(policy: Policy, cache: CacheView, decision: Decision) -> None:
+    """Raise `PolicyError` if a protected token would go: protection is the experiment's, equal for every arm."""
+    for index, edits in decision.edits.items():
+        layer = cache.layers[index]
+        for edit in edits:
+            gone = _dropped(edit, layer.tokens)
+            lost = 0 if gone is None else int((layer.protected & gone).sum())
+            if lost:
+                raise PolicyError(
+                    f"policy '{policy.card.name}' drops {lost} of {int(layer.protected.sum())} protected tokens of "
+                    f"layer {index} (sink {layer.protection.sink}, recent {layer.protection.recent}; all KV heads "
+                    "counted): keep `layer.protected`"
+                )
+
+
+def _dropped(edit: Edit, tokens: int) -> Tensor | None:
+    """What an edit lets go, bool [kv_heads, tokens] or [tokens]; None for nothing.
+
+    A wrong shape is left to the cache, which says so.
+    """
+    if isinstance(edit, Evict):
+        return ~edit.keep.bool() if edit.keep.shape[-1:] == (tokens,) else None
+    if isinstance(edit, Merge):
+        return edit.into >= 0 if edit.into.shape[-1:] == (tokens,) else None
+    if not isinstance(edit, Quantize):
+        return None
+    sides = (edit.value_bits, edit.key_bits if edit.key_axis == "token" else None)
+    none = [bits == 0 for bits in sides if isinstance(bits, Tensor) and bits.shape[-1:] == (tokens,)]
+    if not none:
+        return None
+    gone = torch.stack(torch.broadcast_tensors(*none)).any(0)
+    return gone if edit.tokens is None else gone & edit.tokens.bool()
