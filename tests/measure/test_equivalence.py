@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvassay.errors import GateError
 from kvassay.measure.equivalence import equivalence, non_inferiority
 from kvassay.measure.resample import Estimate
-from kvassay.measure.statistics import clustered_mean
+from tests.measure.means import clustered_mean
 
 SAMPLE = [0.02, -0.01, 0.05, 0.0, 0.03, -0.04, 0.01, 0.02]
 

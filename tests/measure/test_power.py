@@ -11,11 +11,8 @@ from kvassay.measure.power import (
     Spread,
     assumed_flips,
     contexts_needed,
-    pilot_error,
-    pilot_spread,
     smallest_difference,
 )
-from kvassay.measure.statistics import clustered_mean
 
 
 def test_the_smallest_difference_is_found_with_the_power_asked_for() -> None:
@@ -40,27 +37,6 @@ def test_standard_error_by_hand() -> None:
     assert assumed_flips(0.25).deviation == 0.5
 
 
-def test_a_pilot_recovers_what_its_data_were_made_with() -> None:
-    rng = np.random.default_rng(3)
-    values = np.repeat(rng.normal(0, 0.6, 3000), 4) + rng.normal(0, 0.8, 12_000)
-    found = pilot_spread(values.tolist(), [str(c) for c in np.repeat(np.arange(3000), 4)])
-    assert found.deviation == pytest.approx(1.0, abs=0.02)
-    assert found.correlation == pytest.approx(0.36, abs=0.03)
-    assert found.source == "pilot of 3000 contexts, 12000 questions"
-
-
-def test_a_pilot_by_hand() -> None:
-    """Means 1 and 3, both +-1 inside: mean squares 4 between and 2 within, shared (4 - 2) / 2 = 1."""
-    found = pilot_spread([0.0, 2.0, 2.0, 4.0], ["a", "a", "b", "b"])
-    assert found.deviation == pytest.approx(math.sqrt(3.0)) and found.correlation == pytest.approx(1 / 3)
-
-
-def test_the_error_of_a_pilots_cell_is_scaled_to_the_plan() -> None:
-    values, labels = [0.0, 0.2, 0.1, 0.4, 0.3, 0.0], range(6)
-    assert pilot_error(clustered_mean(values, labels), 24) == pytest.approx(scipy.stats.sem(values) / 2)
-    assert pilot_error(clustered_mean([1.0], [0]), 24) is None
-
-
 def test_contexts_needed_is_the_fewest() -> None:
     spread = assumed_flips(0.1, 0.3)
     number = contexts_needed(spread, 4, 0.05)
@@ -83,7 +59,5 @@ def test_impossible_plans_are_refused() -> None:
         Spread(1.0, 2.0, "")
     with pytest.raises(GateError, match="answers that flip 0"):
         assumed_flips(0.0)
-    with pytest.raises(GateError, match=r"on 1 context\(s\)"):
-        pilot_spread([1.0, 2.0], ["a", "a"])
     with pytest.raises(GateError, match="margin 0"):
         contexts_needed(assumed_flips(0.1), 1, 0.0)

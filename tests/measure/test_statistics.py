@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from kvassay.errors import ExperimentError
 from kvassay.measure.front import front
 from kvassay.measure.resample import Estimate, Resampling
-from kvassay.measure.statistics import Flips, clustered_mean, flips, mcnemar, noise, worst_decile
+from kvassay.measure.statistics import Flips, flips, mcnemar, noise, worst_decile
+from tests.measure.means import clustered_mean
 
 
 def test_one_cluster_gives_a_mean_and_no_interval() -> None:

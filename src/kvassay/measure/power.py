@@ -1,19 +1,16 @@
 """What a planned number of contexts and questions can tell apart: asked before a run, when a gate is declared.
 
-The spread of one question's paired difference comes from a pilot (cells of an earlier run) or from a stated
-assumption; the answer is no better than that, and says which it was. Power is that of the t test on context means,
-from the noncentral t distribution.
+The spread of one question's paired difference is a stated assumption; the answer is no better than that. Power is
+that of the t test on context means, from the noncentral t distribution.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from kvassay.errors import GateError
-from kvassay.measure.resample import MIN_CLUSTERS, Estimate
+from kvassay.measure.resample import MIN_CLUSTERS
 
 ALPHA = 0.05
 POWER = 0.8
@@ -28,7 +25,7 @@ class Spread:
     correlation: float
     """Intra-class correlation: share of the variance that questions of one context have in common, 0 to 1."""
     source: str
-    """Where it comes from, for people: `pilot of 12 contexts`, `assumed: 10% of answers flip`."""
+    """Where it comes from, for people: `assumed: 10% of answers flip`."""
 
     def __post_init__(self) -> None:
         """Refuse impossible numbers."""
@@ -53,37 +50,6 @@ def assumed_flips(share: float, correlation: float = 0.5) -> Spread:
     return Spread(math.sqrt(share), correlation, source)
 
 
-def pilot_spread(differences: Sequence[float], contexts: Sequence[str]) -> Spread:
-    """Spread of measured paired differences, by one-way analysis of variance over contexts.
-
-    Raises `GateError` with fewer than 2 contexts, or numbers that are not one per label or not finite.
-    """
-    if len(differences) != len(contexts) or not all(map(math.isfinite, differences)):
-        raise GateError(f"a pilot needs one finite difference per question, not {len(differences)} of {len(contexts)}")
-    pairs = sorted(zip(contexts, differences, strict=True))
-    groups = [[value for _, value in group] for _, group in groupby(pairs, key=lambda pair: pair[0])]
-    number, total = len(groups), len(differences)
-    if number < 2:
-        raise GateError(f"a pilot on {number} context(s) shows no spread between contexts: use 2 or more")
-    mean = math.fsum(differences) / total
-    means = [math.fsum(group) / len(group) for group in groups]
-    between = math.fsum(len(g) * (m - mean) ** 2 for g, m in zip(groups, means, strict=True)) / (number - 1)
-    inside = math.fsum((value - m) ** 2 for g, m in zip(groups, means, strict=True) for value in g)
-    within = inside / (total - number) if total > number else 0.0
-    size = (total - sum(len(group) ** 2 for group in groups) / total) / (number - 1)
-    shared = max(0.0, (between - within) / size)
-    variance = shared + within
-    correlation = shared / variance if variance > 0 else 0.0
-    return Spread(math.sqrt(variance), correlation, f"pilot of {number} contexts, {total} questions")
-
-
-def pilot_error(difference: Estimate, contexts: int) -> float | None:
-    """Standard error to expect on `contexts` contexts of as many questions each as the pilot's; None without one."""
-    if difference.error is None:
-        return None
-    return difference.error * math.sqrt(difference.clusters / contexts)
-
-
 def smallest_difference(error: float, contexts: int, *, alpha: float = ALPHA, power: float = POWER) -> float | None:
     """Smallest true difference that a one-sided test at `alpha` finds with probability `power`.
 
@@ -91,7 +57,7 @@ def smallest_difference(error: float, contexts: int, *, alpha: float = ALPHA, po
     None with fewer than `MIN_CLUSTERS` contexts: nothing is judged there.
 
     Args:
-        error: standard error of the mean paired difference, from `Spread.error` or `pilot_error`.
+        error: standard error of the mean paired difference, from `Spread.error`.
         contexts: planned contexts.
         alpha: probability of finding a difference that is not there.
         power: probability of finding one that is.

@@ -6,14 +6,14 @@ Questions about one context are not independent samples: intervals resample whol
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from kvassay.errors import ExperimentError
-from kvassay.measure.resample import Bounds, Estimate, Floats, Resampling
+from kvassay.measure.resample import Estimate, Floats
 
 Better = Literal["higher", "lower", "none"]
 
@@ -29,24 +29,6 @@ class Flips:
     """McNemar's test, exact and two-sided: how likely losses and gains differ at least this much if both were
     equally likely. Counts questions, as if those of one context were independent: read it beside the clustered
     interval of the difference, never instead."""
-
-
-def clustered_mean(
-    values: Sequence[float], clusters: Sequence[Hashable], seed: int = 0, bounds: Bounds = None
-) -> Estimate:
-    """Mean of `values` with a bootstrap interval that resamples whole clusters.
-
-    Args:
-        values: one number per sample.
-        clusters: which cluster (context) each sample belongs to.
-        seed: of the resampling; the same input gives the same interval.
-        bounds: least and greatest value a sample can have, if there are such.
-
-    Raises:
-        ExperimentError: no values, or lengths differ.
-    """
-    column = np.array(values, dtype=np.float64).reshape(-1, 1)
-    return Resampling(tuple(clusters), seed).estimates(column, [bounds])[0]
 
 
 def flips(dense: Sequence[bool], arm: Sequence[bool]) -> Flips:
