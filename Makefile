@@ -1,4 +1,4 @@
-# make setup | demo | test | test-slow | test-all | lint | types | check | vs-kvpress | locks-parity | lm-eval | browser | vllm | clean
+# make setup | demo | study | test | test-slow | test-all | lint | types | check | vs-kvpress | locks-parity | lm-eval | browser | vllm | clean
 # Everything runs in .venv, which is made on first use. PYTHON=... chooses the interpreter (3.11 or later).
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -19,7 +19,7 @@ VLLM_READY := $(VLLM)/.kvassay-ready
 VLLM_CORE_READY := $(VLLM)/core-$(VLLM_CORE)/.kvassay-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all lint types check vs-kvpress locks-parity locks-setup lm-eval lm-eval-setup browser vllm vllm-setup clean
+.PHONY: help setup demo study test test-slow test-all lint types check vs-kvpress locks-parity locks-setup lm-eval lm-eval-setup browser vllm vllm-setup clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,6 +36,14 @@ $(READY): pyproject.toml
 
 demo: $(READY) ## Judge a dozen policies on two small real models (fetches them once, 330 MB)
 	$(BIN)/kvassay demo
+
+STUDY := studies/01
+study: $(READY) ## The first study, from recording to verdicts (hours; resumable; CONTEXTS=5 for an instalment)
+	$(BIN)/kvassay models fetch --all
+	for matrix in exact transforming reasoning; do \
+	  $(BIN)/kvassay run $(STUDY)/$$matrix.toml --gate $(STUDY)/gate.toml $(if $(CONTEXTS),--contexts $(CONTEXTS)) \
+	    --out runs/study-01-$$matrix || exit; \
+	done
 
 test: $(READY) ## Fast tests: no model is needed
 	$(BIN)/python -m pytest

@@ -84,3 +84,37 @@ def test_step_ends_close_the_answer_and_lie_on_line_ends(plain: Any) -> None:
 def test_too_short_a_context_says_what_it_takes(plain: Any) -> None:
     with pytest.raises(WorkloadError, match=r"the plan would end about \d+ tokens before the end, 2049 are needed"):
         build("chain", plain, 2048, far=2000)
+
+
+def test_a_scratchpad_is_the_chain_cut_where_generation_begins(plain: Any) -> None:
+    whole = build("chain", plain, 1536, seed=4, questions=1, worked=8, steps=4)
+    cut = build("scratchpad", plain, 512, seed=4, generated=1024)
+    # the same draws need the same workload name, so compare the structure, and the cut alone exactly
+    assert len(cut.context_ids) == 512
+    assert len(whole.context_ids) == 1536
+    branch = cut.branches[0]
+    document = decode(plain, [*cut.context_ids, *branch.question_ids])
+    assert document.count("The plan:") == 1
+    assert "The plan:" in decode(plain, cut.context_ids)
+    worked = re.findall(r"(\w+) = (\w+) \+ (\d)\. (\w+): (\d+)\. (\w+): (\d+)\.", decode(plain, branch.question_ids))
+    assert len(worked) == 8  # every worked step is generated
+    assert decode(plain, branch.question_ids) == branch.question_text
+    recalled = re.findall(r"\. (\w+): (\d+)\. \w+: \d+\.", branch.answer_text)
+    in_prompt = [f"{name}: {value}." in decode(plain, cut.context_ids) for name, value in recalled]
+    in_generated = [f". {name}: {value}." in branch.question_text for name, value in recalled]
+    assert len(recalled) == 4
+    assert [a or b for a, b in zip(in_prompt, in_generated, strict=True)] == [True] * 4
+    assert any(in_generated)
+    for name, value in recalled:
+        rest = document.split(f"{name}: {value}.")[-1]
+        assert len(plain.encode(rest, add_special_tokens=False)) > 512
+
+
+def test_a_scratchpad_without_generated_text_is_refused(plain: Any) -> None:
+    with pytest.raises(WorkloadError, match="generated=0 must be at least 1"):
+        build("scratchpad", plain, 2048, generated=0)
+
+
+def test_a_scratchpad_has_no_preview_to_show(plain: Any) -> None:
+    with pytest.raises(WorkloadError, match="query_aware must be false"):
+        build("scratchpad", plain, 1024, query_aware=True)

@@ -19,6 +19,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "tracking": "tracing",
         "words": "aggregation",
         "chain": "reasoning-shaped",
+        "scratchpad": "reasoning-shaped",
         "jsonl": "reasoning-shaped",
         "prose": "prose",
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvassay.errors import WorkloadError
@@ -54,7 +54,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Draft:
-    """Everything a workload decides. `keys` must be distinct; `preview` tells compression what will be asked."""
+    """Everything a workload decides. `keys` must be distinct; `preview` tells compression what will be asked.
+
+    The last `generated` tokens of the document are not context: they follow it in every branch, before the question.
+    """
 
     questions: tuple[Question, ...]
     inserts: tuple[Insert, ...] = ()
@@ -62,6 +65,7 @@ class Draft:
     preview: str = ""
     keys: tuple[str, ...] = ()
     prose: tuple[str, ...] | None = None
+    generated: int = 0
     meta: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -86,6 +90,7 @@ class Job:
 def assemble(job: Job, draft: Draft) -> Sample:
     """Build, fit and check one sample. Raises `WorkloadError` where it does not fit or a check fails."""
     checks.distinct(draft.keys, job.workload)
+    job = replace(job, length=job.length + draft.generated)
     text = _fit(job, draft)
     context_ids = job.framing.context_ids(text)
     branches = tuple(_branch(job, text, question) for question in draft.questions)
@@ -98,7 +103,19 @@ def assemble(job: Job, draft: Draft) -> Sample:
     sample = Sample(job.workload, job.seed, job.index, tuple(context_ids), branches, job.query_aware, meta)
     preview = draft.preview if job.query_aware else ""
     checks.check_sample(sample, job.framing, job.length, draft.questions, preview)
-    return sample
+    return _hand_over(sample, job.framing, draft.generated) if draft.generated else sample
+
+
+def _hand_over(sample: Sample, framing: Framing, generated: int) -> Sample:
+    """Move the last tokens of the context in front of every question: the model is to write them itself."""
+    ids = sample.context_ids[-generated:]
+    text = framing.decode(ids)
+    branches = tuple(
+        replace(branch, question_ids=(*ids, *branch.question_ids), question_text=text + branch.question_text)
+        for branch in sample.branches
+    )
+    meta = {**sample.meta, "generated": generated}
+    return replace(sample, context_ids=sample.context_ids[:-generated], branches=branches, meta=meta)
 
 
 def _fit(job: Job, draft: Draft) -> str:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvassay.errors import WorkloadError, did_you_mean
-from kvassay.workload import chain, copying, haystack, jsonl, kv, needle, prose, tracking, words
+from kvassay.workload import chain, copying, haystack, jsonl, kv, needle, prose, scratchpad, tracking, words
 from kvassay.workload.assemble import Draft, Job, assemble
 from kvassay.workload.framing import Tokenizer, frame
 from kvassay.workload.sample import Sample
@@ -52,6 +52,8 @@ _ALL = (
              prose.ProseParams, prose.draft),
     Workload("chain", "generated derivation, reasoning-shaped; steps need values far back", "promote",
              "prefix_words", chain.ChainParams, chain.draft),
+    Workload("scratchpad", "the same, most of it fed token by token as if generated", "promote",
+             "prefix_words", scratchpad.ScratchpadParams, scratchpad.draft, 1),
     Workload("jsonl", "imported traces of a reasoning model, teacher-forced", "promote", "prefix_words",
              jsonl.JsonlParams, None, 1),
 )  # fmt: skip
