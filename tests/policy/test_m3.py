@@ -12,7 +12,7 @@ from torch import Tensor
 from kvassay.cache.data import LayerData
 from kvassay.errors import BudgetError, PolicyError
 from kvassay.policy.base import Artefact, Memory
-from kvassay.policy.budget import Budget, Protection
+from kvassay.policy.budget import Allowance, Budget, Protection
 from kvassay.policy.distill import fit_index
 from kvassay.policy.indexers import m3_blocks
 from kvassay.policy.m3 import M3ExactMass
@@ -61,6 +61,17 @@ class TestExactMass:
             assert {0, 1, 10, 11} <= set(row) and len(set(row)) == 5
         with pytest.raises(BudgetError, match=r"3 blocks of 4.*up to 4"):
             self.read(policy, dense(12 * BLOCK), random_q(1), 3)
+
+    def test_where_the_budget_holds_less_than_is_always_read_the_arm_is_left_out(self) -> None:
+        policy = M3ExactMass(block=BLOCK, init_blocks=2, local_blocks=2)
+        wants = {blocks: policy.not_applicable(999, 1010, self.budget(blocks)) for blocks in (3, 4, 5)}
+        assert "12 tokens are 3 blocks of 4" in str(wants[3])
+        assert wants[4] is None
+        assert wants[5] is None
+
+    @staticmethod
+    def budget(blocks: int) -> Allowance:
+        return allowance(blocks * BLOCK, 999, unit="read_tokens")
 
     def test_the_first_three_layers_read_everything(self) -> None:
         policy, budget = M3ExactMass(block=BLOCK), allowance(3 * BLOCK, 999, unit="read_tokens")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvassay.errors import BudgetError, PolicyError
-from kvassay.policy.base import Memory, Policy
+from kvassay.policy.base import ALL_APART, Memory, Policy
 from kvassay.policy.budget import Allowance, Protection
 from kvassay.policy.checks import at_least
 from kvassay.policy.readset import ReadSet
@@ -29,6 +30,8 @@ class BlockSelector(Policy):
     block: int = 16
     dense_layers: int = 0
 
+    per_head: ClassVar[frozenset[str]] = ALL_APART
+
     def __post_init__(self) -> None:
         at_least(self, block=1, dense_layers=0)
 
@@ -43,6 +46,10 @@ class BlockSelector(Policy):
         It may cover the block that holds the newest token or not: that one is read anyway.
         """
         raise PolicyError(f"policy '{self.card.name}' ranks no blocks")
+
+    def not_applicable(self, context: int, longest: int, budget: Allowance) -> str | None:
+        """Where the budget is less than the blocks that are always read."""
+        return None if budget.covers_all else self._too_few(budget)
 
     def read(
         self, layer: LayerView, query: Tensor, memory: Memory, budget: Allowance, previous: ReadSet | None
@@ -79,13 +86,18 @@ class BlockSelector(Policy):
 
     def _take(self, budget: Allowance) -> int:
         """Blocks the budget allows; `BudgetError` if, at some alignment, the forced ones alone may exceed them."""
+        if problem := self._too_few(budget):
+            raise BudgetError(f"policy '{self.card.name}': {problem}; raise the budget or protect fewer")
+        return budget.tokens // self.block
+
+    def _too_few(self, budget: Allowance) -> str | None:
         take, forced = budget.tokens // self.block, _most_forced(budget.protection, self.block, *self.forced_ends)
-        if take < forced:
-            raise BudgetError(
-                f"policy '{self.card.name}': {budget.tokens} tokens are {take} blocks of {self.block}; the blocks it "
-                f"always reads, and those of protected tokens, take up to {forced}; raise the budget or protect fewer"
-            )
-        return take
+        if take >= forced:
+            return None
+        return (
+            f"{budget.tokens} tokens are {take} blocks of {self.block}; the blocks it always reads, and those of "
+            f"protected tokens, take up to {forced}"
+        )
 
     def _forced(self, layer: LayerView, blocks: int) -> Tensor:
         """bool [kv_heads, blocks]: blocks that hold a protected token, and the method's own."""
