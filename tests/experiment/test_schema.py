@@ -149,3 +149,14 @@ def test_token_counts(text: object, tokens: int) -> None:
 def test_other_token_counts_are_refused(text: object) -> None:
     with pytest.raises(ValueError, match=r"not a number of tokens|whole number"):
         parse_tokens(text)
+
+
+def test_the_first_contexts_of_each_workload_and_nothing_else_changes(tmp_path: Path) -> None:
+    text = GOOD + '\n[[workload]]\nname = "copy"\nlength = 512\ncontexts = 2\nquestions = 2\n'
+    whole = load_experiment(write(tmp_path, text))
+    part = whole.first(3)
+    assert [item.contexts for item in whole.workload] == [5, 2]
+    assert [item.contexts for item in part.workload] == [3, 2]
+    same = {"workload"}
+    assert part.model_dump(exclude=same) == whole.model_dump(exclude=same)
+    assert [item.questions for item in part.workload] == [item.questions for item in whole.workload]

@@ -11,14 +11,19 @@ import click
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), help="Run folder.  [default: runs/NAME]")
 @click.option("--jobs", type=click.IntRange(1), help="Contexts at a time, a process each.  [default: by cores]")
+@click.option("--contexts", type=click.IntRange(1), help="Only the first so many of each workload, for now.")
 @click.option("--gate", "gate_file", type=click.Path(path_type=Path), help="Judge the run by this declared gate.")
 @click.option("--exploratory", is_flag=True, help="With --gate: judge even by a gate not declared before, and say so.")
-def run(file: Path, out: Path | None, jobs: int | None, gate_file: Path | None, exploratory: bool) -> None:
+def run(
+    file: Path, out: Path | None, jobs: int | None, contexts: int | None, gate_file: Path | None, exploratory: bool
+) -> None:
     """Run the experiment FILE (TOML) and print its table.
 
     May be stopped at any moment; the same command continues where it stopped. Files of finished units are
     reused, so a second run of a finished experiment only prints. With --gate the gate is copied into the run folder
     before anything is computed, and must have been declared by then; a continued run is judged by it again.
+
+    With --contexts a long experiment is run in instalments: a later run with more of them computes those alone.
     """
     if exploratory and gate_file is None:
         raise click.UsageError("--exploratory needs --gate")
@@ -26,8 +31,9 @@ def run(file: Path, out: Path | None, jobs: int | None, gate_file: Path | None, 
     from kvassay.gate.session import judge_run, pin, pinned
     from kvassay.report.session import run_and_report
 
+    experiment = load_experiment(file)
     run_and_report(
-        load_experiment(file),
+        experiment if contexts is None else experiment.first(contexts),
         str(file),
         file.parent,
         out,

@@ -177,6 +177,11 @@ class Experiment(Table):
             raise ValueError(f"'{twice[0]}' is listed twice with the same settings")
         return value
 
+    def first(self, contexts: int) -> Experiment:
+        """The same experiment on at most the first so many contexts of each workload."""
+        fewer = [item.model_copy(update={"contexts": min(item.contexts, contexts)}) for item in self.workload]
+        return self.model_copy(update={"workload": tuple(fewer)})
+
 
 def parse_experiment(data: dict[str, Any], source: str) -> Experiment:
     """Return the experiment in `data`; `ExperimentError` beginning with `source` for the first mistake."""
