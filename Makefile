@@ -1,4 +1,4 @@
-# make setup | demo | study | test | test-slow | test-all | lint | types | check | vs-kvpress | locks-parity | lm-eval | browser | vllm | clean
+# make setup | demo | study | test | test-slow | test-all | lint | types | check | vs-kvpress | kvpress-parity | locks-parity | lm-eval | browser | vllm | clean
 # Everything runs in .venv, which is made on first use. PYTHON=... chooses the interpreter (3.11 or later).
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -40,7 +40,7 @@ demo: $(READY) ## Judge a dozen policies on two small real models (fetches them 
 STUDY := studies/01
 study: $(READY) ## The first study, from recording to verdicts (hours; resumable; CONTEXTS=5 for an instalment)
 	$(BIN)/kvassay models fetch --all
-	for matrix in exact transforming reasoning; do \
+	for matrix in exact transforming free reasoning; do \
 	  $(BIN)/kvassay run $(STUDY)/$$matrix.toml --gate $(STUDY)/gate.toml $(if $(CONTEXTS),--contexts $(CONTEXTS)) \
 	    --out runs/study-01-$$matrix || exit; \
 	done
@@ -81,12 +81,17 @@ $(LM_EVAL_READY): pyproject.toml
 lm-eval: $(LM_EVAL_READY) ## Run lm-evaluation-harness's own scorers over the closed loop
 	$(LM_EVAL)/bin/python -m pytest -m lm_eval
 
-vs-kvpress: $(READY) ## Time the same grid through kvpress, which gets an environment of its own
+kvpress-setup: ## Make the environment with kvpress, for `make vs-kvpress` and the policy of that name
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check "kvpress==0.5.*"
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check "kvpress==0.5.5"
+
+vs-kvpress: $(READY) kvpress-setup ## Time the same grid through kvpress, which gets an environment of its own
 	$(BIN)/kvassay models fetch smollm2-135m
 	$(BIN)/python benchmarks/vs_kvpress.py --peer $(PEERS)/bin/python
+
+kvpress-parity: $(READY) kvpress-setup ## Compare policies with kvpress, and its presses through the bridge with its own model
+	KVASSAY_KVPRESS_PYTHON=$(PEERS)/bin/python $(BIN)/python -m pytest -m slow -s tests/policy/test_kvpress_presses.py tests/policy/test_kvpress_parity.py
 
 browser: $(READY) ## Open the report in a headless chromium, which must be on the PATH
 	$(BIN)/python -m pytest -m browser
