@@ -17,10 +17,11 @@ These are milliseconds of this CPU. They are no evidence for a GPU.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numba
@@ -40,6 +41,8 @@ BLOCK = 16
 RUN = 16
 """Blocks of a contiguous run in a block list."""
 FEW = 32
+LINE = 16
+"""Elements of a cache line."""
 
 
 @dataclass
@@ -136,9 +139,19 @@ def encoded(name: str, k: Tensor, v: Tensor) -> CodeRead:
 
 
 def huge(x: Tensor) -> Tensor:
-    """A copy in large pages, where the system gives them: numpy asks for them, torch does not."""
-    copy = torch.from_numpy(np.empty(x.shape, dtype=np.float32))
-    return copy.copy_(x)
+    """A copy in large pages."""
+    return huge_empty(x.shape).copy_(x)
+
+
+def huge_empty(shape: Sequence[int]) -> Tensor:
+    """Float32 in large pages, where the system gives them, and at a cache line's edge, as torch's own are.
+
+    numpy asks for large pages, torch does not; torch aligns, numpy does not.
+    """
+    size = math.prod(shape)
+    room = np.empty(size + LINE, dtype=np.float32)
+    start = -room.ctypes.data // room.itemsize % LINE
+    return torch.from_numpy(room[start : start + size]).view(*shape)
 
 
 def blocks(entries: Tensor) -> SlotRead:

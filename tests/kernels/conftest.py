@@ -7,6 +7,14 @@ from collections.abc import Iterator
 import numba
 import pytest
 
+from tests.kernels.devices import DEVICES, Device
+
+
+@pytest.fixture(scope="session", params=DEVICES)
+def on(request: pytest.FixtureRequest) -> Device:
+    """Each device that has a kernel here."""
+    return Device(request.param)
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:

@@ -10,6 +10,7 @@ from numba import njit
 from kvassay.cache.codec import pack
 from kvassay.kernels.codes import from_float8, half, unpack
 from kvassay.kernels.cores import exp2
+from kvassay.kernels.vectors import multiply_rows
 
 
 @njit
@@ -22,6 +23,11 @@ def exp2_all(x, out):  # type: ignore[no-untyped-def]
 def half_all(bits, out):  # type: ignore[no-untyped-def]
     for i in range(bits.shape[0]):
         out[i] = half(bits[i])
+
+
+@njit
+def products(factors, n, rows, begin, out):  # type: ignore[no-untyped-def]
+    multiply_rows(factors, n, rows, begin, out)
 
 
 def powers(x: np.ndarray) -> np.ndarray:
@@ -67,3 +73,15 @@ def test_unpack_undoes_pack(bits: int) -> None:
     unpack(pack(codes, bits).numpy(), 0, 60 * bits // 8, bits, 2, 60, pairs, out, 1)
     expected = np.concatenate([[-1], codes[:60].numpy() * 0.5 - 3, codes[60:].numpy() * 2.0 + 1, [-1]])
     np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("width", [1, 15, 16, 40, 64, 72, 200])
+def test_rows_are_multiplied_at_any_width_and_number_of_heads(heads: int, width: int) -> None:
+    rng = np.random.default_rng(heads * width)
+    factors, rows = rng.integers(-3, 4, (heads, 12)), rng.integers(-3, 4, (11, width))
+    flat = np.concatenate([[7, 7], rows.ravel()]).astype(np.float32)
+    out = np.full((heads, width + 2), np.nan, dtype=np.float32)  # what it held before is no part of the sum
+    products(factors.astype(np.float32), 11, flat, 2, out[:, :width])
+    np.testing.assert_array_equal(out[:, :width], factors[:, :11] @ rows)  # small integers: exact in float32
+    assert np.isnan(out[:, width:]).all()

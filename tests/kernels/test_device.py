@@ -20,10 +20,16 @@ def test_the_built_in_kernels() -> None:
 
 
 def test_a_device_without_a_kernel() -> None:
-    with pytest.raises(KernelError, match=r"^no decode kernel for device 'cuda' \(known: cpu, reference\)$"):
-        device.kernel("cuda")
+    known = r"\(known: cpu, cuda, interpreted, reference\)"
+    with pytest.raises(KernelError, match=rf"^no decode kernel for device 'xla' {known}$"):
+        device.kernel("xla")
     with pytest.raises(KernelError, match=r"did you mean 'cpu'\?"):
         device.kernel("cpus")
+
+
+def test_a_number_where_there_is_one_device() -> None:
+    with pytest.raises(KernelError, match="the decode kernel for device 'cpu:1' cannot be loaded"):
+        device.kernel("cpu:1")
 
 
 def test_a_kernel_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
-"""The compiled kernel on what the cache really holds, against float64 attention over the policy's view of it.
+"""Every kernel on what the cache really holds, against float64 attention over the policy's view of it.
 
-The oracle shares nothing with the kernel but the cache: it reads the decoded tokens by position and masks by true
+The oracle shares nothing with a kernel but the cache: it reads the decoded tokens by position and masks by true
 position. The cache is poisoned, so a slot that is read by mistake makes NaN.
 """
 
@@ -17,17 +17,17 @@ from torch import Tensor
 from kvassay.cache.edits import Bias, Decision, Edit, Evict, KeyNorm, LowRank, Merge, Quantize
 from kvassay.cache.ops import GroupSpec
 from kvassay.cache.paged import PagedCache
-from kvassay.kernels.cpu import CpuKernel
 from kvassay.kernels.device import CodeRead, LaneRead, PagedLayer, SlotRead
 from kvassay.kernels.gather import ReferenceKernel
 from kvassay.kernels.reads import lane_reads, paged_layer, selected_read
 from kvassay.kernels.reference import attend, visible
 from kvassay.layout.model import Layer, Rope
 from tests.cache.build import World, layer, one_layer, world
+from tests.kernels.devices import Device
 
 HEADS, GROUP, DIM, N, TAIL = 2, 3, 8, 45, 5
 Q_HEADS = HEADS * GROUP
-CPU, REFERENCE = CpuKernel(), ReferenceKernel()
+REFERENCE = ReferenceKernel()
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -124,13 +124,18 @@ def oracle(cache: PagedCache, seq: int, q: Tensor, sinks: Tensor | None) -> Tens
 
 
 def check(
-    cache: PagedCache, seq: int, reads: Callable[[int], LaneRead], sinks: Tensor | None = None, queries: int = 3
+    on: Device,
+    cache: PagedCache,
+    seq: int,
+    reads: Callable[[int], LaneRead],
+    sinks: Tensor | None = None,
+    queries: int = 3,
 ) -> None:
     for many in {1, queries}:
         q = random(Q_HEADS, many, DIM, seed=many)
         layer, lane = paged_layer(cache, cache.layout.layers[0], sinks), reads(many)
         true = oracle(cache, seq, q, sinks)
-        for kernel in (CPU, REFERENCE):
+        for kernel in (on, REFERENCE):
             found = kernel.decode(layer, q[None], [lane])
             assert found.shape == (1, Q_HEADS, many, DIM) and found.dtype == torch.float32
             torch.testing.assert_close(found[0].double(), true, rtol=0, atol=4e-6)
@@ -139,16 +144,16 @@ def check(
 class TestEveryForm:
     @pytest.mark.parametrize("name", EDITS)
     @pytest.mark.parametrize("fused", [True, False], ids=["fused", "decoded"])
-    def test_as_the_policy_sees_it(self, name: str, fused: bool) -> None:
+    def test_as_the_policy_sees_it(self, on: Device, name: str, fused: bool) -> None:
         world, seq = made(EDITS[name])
-        check(world.cache, seq, lambda queries: lane_reads(world.cache, seq, 0, queries, fused=fused))
+        check(on, world.cache, seq, lambda queries: lane_reads(world.cache, seq, 0, queries, fused=fused))
 
     @pytest.mark.parametrize("name", ["as written", "both biases", "kivi 2", "fp8, ragged", "low rank before rotation"])
     @pytest.mark.parametrize("fused", [True, False], ids=["fused", "decoded"])
-    def test_with_sinks_soft_cap_and_window(self, name: str, fused: bool) -> None:
+    def test_with_sinks_soft_cap_and_window(self, on: Device, name: str, fused: bool) -> None:
         world, seq = made(EDITS[name], softcap=0.7, window=47, sinks=True)
         sinks = torch.tensor([-1.0, 0.0, 1.0, 3.0, -30.0, 0.5])
-        check(world.cache, seq, lambda queries: lane_reads(world.cache, seq, 0, queries, fused=fused), sinks)
+        check(on, world.cache, seq, lambda queries: lane_reads(world.cache, seq, 0, queries, fused=fused), sinks)
 
     def test_a_code_stays_packed_and_a_copy_does_not(self) -> None:
         world, seq = made(EDITS["kivi 2"])
@@ -160,7 +165,7 @@ class TestEveryForm:
         assert (code.keys.nbytes, code.values.nbytes) == (keys, values)
         assert all(isinstance(read, SlotRead) for read in lane_reads(world.cache, seq, 0, fused=False))
 
-    def test_segments_of_single_tokens_are_one_read(self) -> None:
+    def test_segments_of_single_tokens_are_one_read(self, on: Device) -> None:
         world, seq = one_layer(6, kv_heads=HEADS)
         for _ in range(6):
             world.cache.apply(seq, Decision({0: [Quantize(8, 8, number="fp8_e4m3", tokens=None)]}))
@@ -168,23 +173,23 @@ class TestEveryForm:
         assert len(world.cache.ledger.segments(seq, 0)) == 6
         reads = lane_reads(world.cache, seq, 0)
         assert len(reads) == 2
-        check(world.cache, seq, lambda queries: lane_reads(world.cache, seq, 0, queries), queries=1)
+        check(on, world.cache, seq, lambda queries: lane_reads(world.cache, seq, 0, queries), queries=1)
 
-    def test_a_selection_per_head(self) -> None:
+    def test_a_selection_per_head(self, on: Device) -> None:
         world, seq = made([])
         mask = torch.rand(HEADS, N + TAIL, generator=torch.Generator().manual_seed(5)) < 0.3
         mask[:, -1] = True
         view = world.cache.ledger.slots(seq, 0)
         q = random(Q_HEADS, 1, DIM)
         layer = paged_layer(world.cache, world.cache.layout.layers[0])
-        found = CPU.decode(layer, q[None], [[selected_read(view, mask.numpy())]])[0]
+        found = on.decode(layer, q[None], [[selected_read(view, mask.numpy())]])[0]
         data = world.cache.layer(seq, 0).stored
         seen = visible(data, torch.tensor([N + TAIL - 1]), Q_HEADS, allowed=mask.repeat_interleave(GROUP, 0)[None])
         torch.testing.assert_close(found.double(), attend(q.double(), data, seen, scale=0.5), rtol=0, atol=2e-6)
 
 
 class TestManyLanes:
-    def test_lanes_of_every_form_in_one_call(self) -> None:
+    def test_lanes_of_every_form_in_one_call(self, on: Device) -> None:
         """What a replay step asks: forks of one sequence, each edited in its own way."""
         world, first = made([])
         layer = paged_layer(world.cache, world.cache.layout.layers[0])
@@ -195,16 +200,16 @@ class TestManyLanes:
             world.cache.apply(seq, Decision({0: [_widened(edit) for edit in edits]}))
             lanes.append(lane_reads(world.cache, seq, 0, 2, fused=at % 2 == 0))
             expected.append(oracle(world.cache, seq, q[at], None))
-        found = CPU.decode(layer, q, lanes)
+        found = on.decode(layer, q, lanes)
         torch.testing.assert_close(found.double(), torch.stack(expected), rtol=0, atol=4e-6)
 
-    def test_a_lane_without_reads_is_zero_and_leaves_the_others_alone(self) -> None:
+    def test_a_lane_without_reads_is_zero_and_leaves_the_others_alone(self, on: Device) -> None:
         world, seq = made([])
         layer, q = paged_layer(world.cache, world.cache.layout.layers[0]), random(2, Q_HEADS, 1, DIM)
         reads = lane_reads(world.cache, seq, 0)
-        found = CPU.decode(layer, q, [[], reads])
+        found = on.decode(layer, q, [[], reads])
         assert not found[0].any()
-        assert torch.equal(found[1:], CPU.decode(layer, q[1:], [reads]))
+        assert torch.equal(found[1:], on.decode(layer, q[1:], [reads]))
 
 
 def _widened(edit: Edit) -> Edit:

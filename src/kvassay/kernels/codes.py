@@ -26,12 +26,14 @@ from kvassay.kernels.packed import (
     TOKENS,
     WIDTH,
 )
-from kvassay.kernels.vectors import UNPACKED, unpack_vectors
+from kvassay.kernels.pieces import CODE_BEGIN as BEGIN
+from kvassay.kernels.pieces import CODE_END as END
+from kvassay.kernels.pieces import CODE_SEEN as SEEN
+from kvassay.kernels.pieces import HEAD, ROW
+from kvassay.kernels.vectors import UNPACKED, multiply_rows, unpack_vectors
 
 TILE = 32
 """Tokens decoded at once; rows of 128 elements then take 16 KiB."""
-ROW, HEAD, BEGIN, END, SEEN = range(5)
-"""Columns of a piece: query row, KV head, the segment's rows it covers, row of `seen`."""
 SHIFT8, SHIFT16 = np.int32(20), np.int32(13)
 
 
@@ -147,10 +149,10 @@ def decode_rows(parts, index, codes, floats, scales, dim, rows, first, n, pairs,
 
 
 @njit(fastmath=FAST, cache=True)
-def channel_dots(part, index, codes, scales, query, first, n, at, scores, pairs, wide, asked, sums):  # type: ignore[no-untyped-def] # pragma: no cover
+def channel_dots(part, index, codes, scales, query, first, n, scores, pairs, wide, asked, sums):  # type: ignore[no-untyped-def] # pragma: no cover
     """scores[g, row - first] += query . row for a CHANNELS part, decoded as it lies, channel by channel.
 
-    wide: [>= WIDTH * (TILE + 8)], asked [group, >= WIDTH], sums [group, >= TILE + 8], pairs, at: scratch
+    wide: [>= WIDTH * (TILE + 8)], asked [group, >= WIDTH], sums [group, >= TILE + 8], pairs: scratch
     """
     low, high = span(part, index, first, first + n)
     group, width, bits = part[GROUP], part[WIDTH], part[BITS]
@@ -168,10 +170,7 @@ def channel_dots(part, index, codes, scales, query, first, n, at, scores, pairs,
         long = ((end - k * group + per - 1) // per - head_byte) * per
         halves(scales, 2 * (part[SCALE] + k * width), 2 * width, pairs)
         unpack(codes, part[DATA] + k * width * size + head_byte, size, bits, width, long, pairs, wide, 0)
-        for d in range(width):
-            at[0, d] = d * long
-        sums[:, :long] = 0
-        mix(asked, width, wide, at, 0, -1, sums[:, :long])
+        multiply_rows(asked, width, wide, 0, sums[:, :long])
         for i in range(row, end):
             place = i + part[FIRST_ROW] if part[ROW_INDEX] < 0 else index[part[ROW_INDEX] + i]
             for g in range(heads):
@@ -208,13 +207,12 @@ def basis_rows(part, dim, at):  # type: ignore[no-untyped-def] # pragma: no cove
 
 
 @njit(fastmath=FAST, cache=True)
-def rebuild(part, floats, bases, dim, first, n, at, buffer):  # type: ignore[no-untyped-def] # pragma: no cover
+def rebuild(part, floats, bases, dim, first, n, buffer):  # type: ignore[no-untyped-def] # pragma: no cover
     """Rows `first` to `first + n` from their coefficients, buffer [>= n * dim]."""
-    rank = basis_rows(part, dim, at)
+    rank = part[WIDTH]
     begin = part[DATA] + first * rank
-    buffer[: n * dim] = 0
     coefficients = floats[begin : begin + n * rank].reshape(n, rank)
-    mix(coefficients, rank, bases, at, 0, -1, buffer[: n * dim].reshape(n, dim))
+    multiply_rows(coefficients, rank, bases, part[BASIS], buffer[: n * dim].reshape(n, dim))
 
 
 @njit(fastmath=FAST, cache=True)
@@ -280,7 +278,7 @@ def attend_codes(  # type: ignore[no-untyped-def] # pragma: no cover
                 dots(query, k_floats, at, 0, -1, n, scores)
             elif by_row:
                 if low_keys:
-                    rebuild(mine[0], k_floats, k_bases, k_dim, first, n, at, buffer)
+                    rebuild(mine[0], k_floats, k_bases, k_dim, first, n, buffer)
                 else:
                     decode_rows(
                         mine, k_index, k_codes, k_floats, k_scales, k_dim, rows, first, n, pairs, buffer, line
@@ -294,7 +292,7 @@ def attend_codes(  # type: ignore[no-untyped-def] # pragma: no cover
             for part in mine:
                 if part[KIND] == CHANNELS:
                     channel_dots(
-                        part, k_index, k_codes, k_scales, query, first, n, at, scores, pairs, wide, asked, sums
+                        part, k_index, k_codes, k_scales, query, first, n, scores, pairs, wide, asked, sums
                     )  # fmt: skip
             inner = inner_bias[head, first : first + n] if inner_bias.shape[0] else NO_FLOATS
             outer = outer_bias[head, first : first + n] if outer_bias.shape[0] else NO_FLOATS

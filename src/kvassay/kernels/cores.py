@@ -9,12 +9,12 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from kvassay.kernels.pieces import LOG2E
 from kvassay.kernels.vectors import greatest, row_dots, row_mix
 
 LANES = 16
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 """Sums may be reordered, but infinities must stay: an empty row has a greatest logit of minus infinity."""
-LOG2E = 1.4426950408889634
 
 # Least-squares fit of 2**f on [-1/2, 1/2], degree 6, relative error 1.9e-9.
 C1, C2, C3, C4, C5, C6 = (

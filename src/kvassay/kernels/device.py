@@ -10,20 +10,19 @@ Time measured on one device is no evidence for another: CPU milliseconds say not
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from kvassay.errors import KernelError, did_you_mean
 from kvassay.kernels.packed import PackedSide
 
 GROUP = "kvassay.kernels"
-BUILT_IN = {"cpu": "kvassay.kernels.cpu:CpuKernel", "reference": "kvassay.kernels.gather:ReferenceKernel"}
 
 
 @dataclass(frozen=True)
@@ -100,6 +99,14 @@ class Plan(Protocol):
 class DecodeKernel(ABC):
     """Decode attention on one device."""
 
+    place: torch.device = torch.device("cpu")
+    """Where pools and queries lie; lists, biases and codes are taken from main memory."""
+    longest_chunk: int = 8
+    """Queries of a lane up to which attending in place pays; a longer chunk is worth gathering for matrix products."""
+
+    def finish(self) -> None:  # noqa: B027  most devices answer when they are done
+        """Wait until everything that was asked for is computed."""
+
     @abstractmethod
     def plan(self, layer: PagedLayer, lanes: Sequence[LaneRead], queries: int) -> Plan:
         """Bring what `queries` queries of each lane read into the kernel's form. Nothing is computed."""
@@ -110,19 +117,50 @@ class DecodeKernel(ABC):
 
 
 def kernel(device: str) -> DecodeKernel:
-    """The decode kernel of a device, `KernelError` if there is none or it cannot be loaded."""
+    """The decode kernel of a device, `cuda:1` for the second of its kind; `KernelError` if there is none or it cannot
+    be loaded."""
+    name, _, number = device.partition(":")
     plugins = {point.name: point for point in entry_points(group=GROUP)}
-    if device not in BUILT_IN and device not in plugins:
+    if name not in BUILT_IN and name not in plugins:
         known = sorted({*BUILT_IN, *plugins})
-        raise KernelError(f"no decode kernel for device '{device}'{did_you_mean(device, known)}")
+        raise KernelError(f"no decode kernel for device '{name}'{did_you_mean(name, known)}")
     try:
-        made: Callable[[], DecodeKernel] = plugins[device].load() if device in plugins else _built_in(device)
-        return made()
-    except (ImportError, AttributeError) as error:
+        made: Callable[..., DecodeKernel] = plugins[name].load() if name in plugins else BUILT_IN[name]
+        return made(int(number)) if number else made()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise KernelError(f"the decode kernel for device '{device}' cannot be loaded: {error}") from error
 
 
-def _built_in(device: str) -> Callable[[], DecodeKernel]:
-    module, name = BUILT_IN[device].split(":")
-    found: Callable[[], DecodeKernel] = getattr(importlib.import_module(module), name)
-    return found
+# Each is imported when it is asked for: another would compile, or look for what is not there.
+
+
+def _cpu() -> DecodeKernel:
+    from kvassay.kernels.cpu import CpuKernel
+
+    return CpuKernel()
+
+
+def _cuda(number: int | None = None) -> DecodeKernel:
+    from kvassay.kernels.gpu import cuda_kernel
+
+    return cuda_kernel(number)
+
+
+def _interpreted() -> DecodeKernel:
+    from kvassay.kernels.gpu import interpreted_kernel
+
+    return interpreted_kernel()
+
+
+def _reference() -> DecodeKernel:
+    from kvassay.kernels.gather import ReferenceKernel
+
+    return ReferenceKernel()
+
+
+BUILT_IN: dict[str, Callable[..., DecodeKernel]] = {
+    "cpu": _cpu,
+    "cuda": _cuda,
+    "interpreted": _interpreted,
+    "reference": _reference,
+}

@@ -16,13 +16,18 @@ from kvassay.cache.ops import Bools, Ints, SegmentView, SlotView
 from kvassay.cache.paged import PagedCache
 from kvassay.kernels.device import CodeRead, PagedLayer, Read, SlotRead
 from kvassay.kernels.packed import flatten
-from kvassay.layout.model import Layer
+from kvassay.layout.model import Latent, Layer
 
 
 def paged_layer(cache: PagedCache, layer: Layer, sinks: Tensor | None = None) -> PagedLayer:
-    """A layer's pool and constants; a layer that reads another's cache has that one's pool."""
+    """A layer's pool and constants; a layer that reads another's cache has that one's pool.
+
+    Of a latent layer values are read as keys are, as a whole and in place: cut what comes out to `v_dim`.
+    """
     owner = layer.index if layer.cache_of is None else layer.cache_of
-    return PagedLayer(cache.store.keys(owner), cache.store.values(owner), layer.scale, layer.softcap, sinks)
+    keys, values = cache.store.keys(owner), cache.store.values(owner)
+    one_side = isinstance(cache.layout.layers[owner].kv, Latent)
+    return PagedLayer(keys, keys if one_side else values, layer.scale, layer.softcap, sinks)
 
 
 def lane_reads(cache: PagedCache, seq: int, layer: int, queries: int = 1, *, fused: bool = True) -> list[Read]:
@@ -114,7 +119,8 @@ def _row_read(
     last = np.broadcast_to(counts, (len(positions), len(counts)))
     bias, inner = (None if one is None else torch.gather(one, 1, order.long()) for one in (bias, inner))
     start = None if first is None else _tensor(first)
-    return SlotRead(order, _tensor(last), start, bias=bias, inner_bias=inner, keys=run.k[None], values=run.v[None])
+    values = run.k if run.one_side else run.v
+    return SlotRead(order, _tensor(last), start, bias=bias, inner_bias=inner, keys=run.k[None], values=values[None])
 
 
 def _code_read(

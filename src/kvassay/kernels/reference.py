@@ -21,12 +21,14 @@ def visible(
     *,
     window: int | None = None,
     allowed: Tensor | None = None,
+    own: bool = True,
 ) -> Tensor:
     """What queries at true `positions` [queries] may read: bool [kv_heads or q_heads, queries, tokens].
 
     window: visible tokens, the query's own included
-    allowed: bool [queries, q_heads, tokens], a selection; the query's own token is always visible.
-        With it the result has q_heads rows, else one row per KV head.
+    allowed: bool [queries, q_heads, tokens], a selection. With it the result has q_heads rows, else one row per
+        KV head.
+    own: a query's own token is visible whatever the selection says
     """
     distance = positions[None, :, None] - data.positions[:, None]
     seen = (distance >= 0) & data.alive[:, None]
@@ -35,8 +37,10 @@ def visible(
     if allowed is None:
         return seen
     group = q_heads // data.positions.shape[0]
-    own = (distance == 0).repeat_interleave(group, dim=0)
-    return seen.repeat_interleave(group, dim=0) & (allowed.transpose(0, 1) | own)
+    chosen = allowed.transpose(0, 1)
+    if own:
+        chosen = chosen | (distance == 0).repeat_interleave(group, dim=0)
+    return seen.repeat_interleave(group, dim=0) & chosen
 
 
 def attend(

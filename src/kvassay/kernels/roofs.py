@@ -1,7 +1,7 @@
-"""Both roofs of the machine a kernel ran on: how fast it reads memory, and how fast it multiplies matrices.
+"""Both roofs of the device a kernel ran on: how fast it reads memory, and how fast it multiplies matrices.
 
-To be measured in the same run as the kernel: on a machine that others use, both move. They are roofs of this CPU
-and say nothing of another device.
+To be measured in the same run as the kernel: on a machine that others use, both move. They are roofs of this CPU, or of
+the device named, and say nothing of another one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from numba import njit, prange
 from numpy.typing import NDArray
+
+from kvassay.kernels.device_roofs import device_rates, typical
 
 READ_BYTES = 256 * 2**20
 """Larger than any last-level cache here, so that every pass reads memory."""
@@ -37,7 +39,7 @@ class Roofs:
     matrix_rate_best: float
     """The fastest round's."""
     threads: int
-    """Threads that read, and that multiply."""
+    """Threads that read, and that multiply; 0 on a GPU."""
 
 
 @njit(parallel=True, fastmath={"reassoc", "contract", "nsz"}, cache=True)
@@ -72,13 +74,12 @@ def multiply_once(clock: Clock | None = None) -> float:
     return 2 * MATRIX**3 / (clock() - start)
 
 
-def measure_roofs(rounds: int = 7) -> Roofs:
+def measure_roofs(device: str = "cpu", rounds: int = 7) -> Roofs:
     """Both roofs, in turn, `rounds` times after one to warm up; takes some tenths of a second."""
+    if device != "cpu":
+        return Roofs(*typical(device_rates(torch.device(device), rounds)), threads=0)
     found = [(read_once(), multiply_once()) for _ in range(rounds + 1)][1:]
-    reads, products = zip(*found, strict=True)
-    return Roofs(
-        float(np.median(reads)), float(np.median(products)), max(reads), max(products), numba.get_num_threads()
-    )
+    return Roofs(*typical(found), threads=numba.get_num_threads())
 
 
 @cache

@@ -6,10 +6,7 @@ import numpy as np
 from numba import njit, prange
 
 from kvassay.kernels.cores import FAST, NO_FLOATS, dots, mix, shape_logits, weigh
-
-ROW, HEAD, LIST, BEGIN, END, BIAS, INNER = range(7)
-"""Columns of a piece: query row, KV head, where its list begins in `entries`, the list's tokens it covers, where
-the list's biases begin in `biases` (-1: none)."""
+from kvassay.kernels.pieces import BEGIN, BIAS, END, HEAD, INNER, LIST, ROW
 
 TILE = 32
 """Tokens whose scores are kept at once; while they are attended to, the rows of the next tile are fetched."""

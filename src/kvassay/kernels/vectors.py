@@ -5,7 +5,8 @@ reduced together; rows that come next are fetched ahead of their use, in the ord
 cache. Rows are named by the element at which they begin: `at[line, t]` is token t's, so that a list of scattered
 slots costs no more than a table of blocks.
 
-Loads are as wide as the host's vectors; numba's cache on disk is kept per host CPU.
+Loads are as wide as the host's vectors; numba's cache on disk is kept per host CPU, and per state of this room's
+sources (`kvassay.runtime.compiled_kernels`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ LANES = 16 if binding.get_host_cpu_features().get("avx512f") else 8
 HEADS, TOKENS = 4, 4
 """Query heads and tokens that are taken together. One head alone takes a token at a time, all of its row: memory is
 then the limit, and read fastest in order (measured)."""
+WIDE = 4 if LANES == 16 else 2
+"""Vectors of a row taken together where sums stay in registers: HEADS times as many, half of what the host has."""
 LINE = 16
 """Elements of a cache line."""
 SECOND_CACHE = 2
@@ -43,7 +46,9 @@ class _Array:
         self.data = made.data
         shape = cgutils.unpack_tuple(builder, made.shape, kind.ndim)
         self.length, self.width = shape[0], shape[-1]
-        self.step = builder.sdiv(cgutils.unpack_tuple(builder, made.strides, kind.ndim)[0], made.itemsize)
+        size = context.get_abi_sizeof(context.get_value_type(kind.dtype))
+        apart = cgutils.unpack_tuple(builder, made.strides, kind.ndim)[0]
+        self.step = builder.ashr(apart, I64(size.bit_length() - 1))  # in bytes; a division takes as long as a row
 
     def place(self, row: Value, column: Value | None = None) -> Value:
         """Pointer to an element of an array of two dimensions."""
@@ -185,7 +190,7 @@ def _block(b: Any, queries: list[Value], here: list[Value], width: Value) -> lis
     tokens = len(here)
     sums = _registers(b, len(queries) * tokens)
 
-    def step(d: Value, load: Load, _: object) -> None:
+    def step(d: Value, load: Load, *_: object) -> None:
         row = [load(b.gep(one, [d])) for one in here]
         for h, query in enumerate(queries):
             x = load(b.gep(query, [d]))
@@ -211,7 +216,7 @@ def _fetch_rows(b: Any, rows: list[Value], width: Value, fetch: Value) -> None:
 def _add_rows(b: Any, factors: list[list[Value]], rows: list[Value], to: list[Value], width: Value) -> None:
     """Add to each of `to` all rows times its factors."""
 
-    def step(d: Value, load: Load, store: Callable[[Value, Value], None]) -> None:
+    def step(d: Value, load: Load, store: Callable[[Value, Value], None], _: int) -> None:
         row = [load(b.gep(one, [d])) for one in rows]
         for mine, one in zip(factors, to, strict=True):
             place = b.gep(one, [d])
@@ -223,15 +228,21 @@ def _add_rows(b: Any, factors: list[list[Value]], rows: list[Value], to: list[Va
     _over_width(b, width, step)
 
 
-def _over_width(b: Any, width: Value, step: Callable[[Value, Load, Callable[[Value, Value], None]], None]) -> None:
-    """Call `step` for every vector of a row, with masks for what is left at its end."""
-    whole = b.and_(width, I64(-LANES))
-    with cgutils.for_range_slice(b, I64(0), whole, I64(LANES)) as (d, _):
-        step(d, lambda p: _load(b, p), lambda x, p: _store(b, x, p))
-    rest = b.sub(width, whole)
+def _over_width(b: Any, width: Value, step: Callable[..., None], most: int = 1) -> None:
+    """Call `step(first element, load, store, vectors)` over a row: `most` vectors at a time, then one at a time.
+
+    What is left at the row's end is masked.
+    """
+    done = I64(0)
+    for count in sorted({most, 1}, reverse=True):
+        end = b.add(done, b.and_(b.sub(width, done), I64(-count * LANES)))
+        with cgutils.for_range_slice(b, done, end, I64(count * LANES)) as (d, _):
+            step(d, lambda p: _load(b, p), lambda x, p: _store(b, x, p), count)
+        done = end
+    rest = b.sub(width, done)
     with b.if_then(b.icmp_signed(">", rest, I64(0)), likely=False):
         mask = _mask(b, rest)
-        step(whole, lambda p: _masked_load(b, p, mask), lambda x, p: _masked_store(b, x, p, mask))
+        step(done, lambda p: _masked_load(b, p, mask), lambda x, p: _masked_store(b, x, p, mask), 1)
 
 
 @intrinsic
@@ -262,6 +273,42 @@ def row_mix(typing, weights, n, rows, at, line, ahead, acc):  # type: ignore[no-
         return context.get_dummy_value()
 
     return types.void(weights, n, rows, at, line, ahead, acc), code
+
+
+@intrinsic
+def multiply_rows(typing, factors, n, rows, begin, out):  # type: ignore[no-untyped-def]
+    """out[g, d] = sum over t < n of factors[g, t] * rows[begin + t * width + d], all of a block's sums in registers.
+
+    For rows that stay in the first cache, such as a basis; factors [group, >= n], out [group, width]
+    """
+
+    def code(context, b, signature, given):  # type: ignore[no-untyped-def]
+        factors, rows, out = (_Array(context, b, signature.args[i], given[i]) for i in (0, 2, 4))
+        n, begin = given[1], given[3]
+
+        def body(g: Value, heads: int) -> None:
+            which = [b.add(g, I64(h)) for h in range(heads)]
+
+            def step(d: Value, load: Load, store: Callable[[Value, Value], None], count: int) -> None:
+                columns = [b.add(d, I64(i * LANES)) for i in range(count)]
+                sums = _registers(b, heads * count)
+                with cgutils.for_range(b, n) as loop:
+                    row = b.add(begin, b.mul(loop.index, out.width))
+                    each = [_splat(b, b.load(factors.place(h, loop.index))) for h in which]
+                    for i, column in enumerate(columns):
+                        part = load(rows.data_at(b.add(row, column)))
+                        for factor, place in zip(each, sums[i * heads :], strict=False):
+                            b.store(_multiply_add(b, factor, part, b.load(place)), place)
+                for i, column in enumerate(columns):
+                    for h, place in zip(which, sums[i * heads :], strict=False):
+                        store(b.load(place), out.place(h, column))
+
+            _over_width(b, out.width, step, WIDE)
+
+        _by_heads(b, out.length, body)
+        return context.get_dummy_value()
+
+    return types.void(factors, n, rows, begin, out), code
 
 
 @intrinsic
