@@ -1,0 +1,39 @@
+"""Settings of the process: what is set, and what the user's own setting keeps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from kvassay.runtime import compiled_kernels
+
+CODE = "import os, kvassay; print(os.environ['NUMBA_CACHE_DIR']); print(os.environ['OMP_WAIT_POLICY'])"
+
+
+def told(**environment: str) -> list[str]:
+    clean = {key: value for key, value in os.environ.items() if key not in ("NUMBA_CACHE_DIR", "OMP_WAIT_POLICY")}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE], env=clean | environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout.split()
+
+
+def test_compiled_code_goes_where_its_sources_say() -> None:
+    assert told() == [str(compiled_kernels()), "passive"]
+
+
+def test_what_the_user_has_set_stays(tmp_path: Path) -> None:
+    assert told(NUMBA_CACHE_DIR=str(tmp_path), OMP_WAIT_POLICY="active") == [str(tmp_path), "active"]
+
+
+def test_a_change_in_any_kernel_source_is_another_folder(tmp_path: Path) -> None:
+    kernels = tmp_path / "kernels"
+    kernels.mkdir()
+    (kernels / "outer.py").write_text("calls inner")
+    (kernels / "inner.py").write_text("one")
+    before = compiled_kernels(tmp_path)
+    assert compiled_kernels(tmp_path) == before
+    (kernels / "inner.py").write_text("two")
+    assert compiled_kernels(tmp_path) != before
