@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -101,6 +103,32 @@ class TestAgainstTransformers:
         found = rotate(x, POSITIONS, Rope(10000.0, 16, interleaved=True))
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
 
+    @pytest.mark.parametrize("beta_fast, original", [(32.0, 16), (2.0, 4096), (1.0, 4096)])
+    def test_yarn_that_leaves_the_length_alone(self, beta_fast: float, original: int) -> None:
+        """Mistral Small 4: both scales of cosines and sines cancel out."""
+        params: dict[str, Any] = {
+            "factor": 128.0,
+            "original_max_position_embeddings": original,
+            "beta_fast": beta_fast,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        }
+        x, config = keys(64), llama(64, rope_type="yarn", rope_theta=10000.0, **params)
+        found = rotate(x, POSITIONS, Rope(10000.0, 64, "yarn", tuple(sorted(params.items()))))
+        torch.testing.assert_close(found, by_llama(x, config), rtol=0, atol=1e-3)
+
+    def test_yarn_that_scales_is_refused(self) -> None:
+        params = (("factor", 32.0), ("original_max_position_embeddings", 4096))
+        with pytest.raises(LayoutError, match=r"'yarn' also scales keys by 1.347, which is not taken back"):
+            rotate(keys(8), POSITIONS, Rope(1e4, 8, "yarn", params))
+
+    def test_what_comes_first_is_left_alone(self) -> None:
+        x = keys(32)
+        found = rotate(x, POSITIONS, Rope(10000.0, 8, first=24))
+        assert torch.equal(found[..., :24], x[..., :24])
+        assert torch.equal(found[..., 24:], rotate(x[..., 24:], POSITIONS, Rope(10000.0, 8)))
+
 
 class TestUnrotate:
     @pytest.mark.parametrize("interleaved", [False, True])
@@ -128,5 +156,7 @@ class TestUnrotate:
         assert rotate(x, POSITIONS, None) is x and unrotate(x, POSITIONS, None) is x
 
     def test_an_unknown_scaling_is_refused(self) -> None:
-        with pytest.raises(LayoutError, match=r"RoPE kind 'yarn' cannot be un-rotated here \(known: default, linear"):
-            inverse_frequencies(Rope(10000.0, 8, "yarn", (("factor", 4.0),)))
+        with pytest.raises(
+            LayoutError, match=r"RoPE kind 'longrope' cannot be un-rotated here \(known: default, linear"
+        ):
+            inverse_frequencies(Rope(10000.0, 8, "longrope", (("factor", 4.0),)))

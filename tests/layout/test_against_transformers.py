@@ -95,8 +95,9 @@ def check_call(layout: Layout, layer: Layer, call: dict[str, Any]) -> None:
 
 def check_rope(model: Any, layout: Layout) -> None:
     """Compare each layer's rotary dims, and plain frequencies, with the buffers the model computed."""
-    rotary = next(module for name, module in model.named_modules() if name.endswith("rotary_emb"))
-    types = getattr(model.config, "layer_types", None) or ["full_attention"] * len(layout.layers)
+    found_in = {name: module for name, module in model.named_modules() if name.endswith("rotary_emb")}
+    rotary = next(module for name, module in found_in.items() if "vision" not in name)
+    types = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"] * len(layout.layers)
     for layer, kind in zip(layout.layers, types, strict=True):
         if layer.rope is None:
             continue

@@ -240,14 +240,16 @@ def test_mla_is_one_vector_whatever_the_heads() -> None:
     assert {layer.kind for layer in small.layers} == {"latent"} and sole(small.layers[0]).storage.elements == 320
     stretch = 0.1 * math.log(128) + 1
     assert small.layers[0].scale == pytest.approx(128**-0.5 * stretch**2, rel=1e-12)
-    assert small.layers[0].rope is not None and small.layers[0].rope.dims == 64 and small.layers[0].rope.interleaved
-    with pytest.raises(LayoutError, match=r"layer 0 .latent. holds no K/V"):
-        _ = small.layers[0].kv
+    rope = small.layers[0].rope
+    assert rope is not None and (rope.first, rope.dims, rope.interleaved) == (256, 64, False)
+    kv = small.layers[0].kv
+    assert (kv.kv_heads, kv.k_dim, kv.v_dim, kv.row) == (1, 320, 256, 320)
 
 
 def test_deepseek_v32_indexes_every_layer() -> None:
     layout = from_config(configs.DEEPSEEK_V32)
-    assert {sole(layer) for layer in layout.layers} == {Component(Latent(512, 64), TopK(2048), IndexKeys(128))}
+    index = IndexKeys(128, q_heads=64, weighted=True)
+    assert {sole(layer) for layer in layout.layers} == {Component(Latent(512, 64), TopK(2048), index)}
     assert len(layout.layers) == 61 and sole(layout.layers[0]).storage.elements == 576
     assert layout.layers[0].scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2, rel=1e-12)
 
@@ -283,8 +285,9 @@ def test_glm_indexer_modes_fail_closed() -> None:
 
 def test_v4_flash_keeps_four_caches() -> None:
     layout = from_config(configs.V4_FLASH)
-    recent = Component(Latent(448, 64), Window(128))
-    csa = Component(Pooled(4, 512), TopK(512, unit=4), IndexKeys(128), pending_elements=8 * (2048 + 512))
+    recent = Component(Latent(448, 64, rotary_value=True), Window(128))
+    index = IndexKeys(128, q_heads=64, weighted=True)
+    csa = Component(Pooled(4, 512), TopK(512, unit=4), index, pending_elements=8 * (2048 + 512))
     hca = Component(Pooled(128, 512), All(), pending_elements=128 * 1024)
     assert [layout.layers[at].components for at in (0, 1, 2, 3)] == [(recent,), (recent,), (recent, csa), (recent, hca)]
     kinds = [len(layer.components) and type(layer.components[-1].visibility).__name__ for layer in layout.layers]
@@ -305,12 +308,35 @@ def test_v4_unknown_ratio_is_refused() -> None:
 def test_minimax_m3_stores_everything_and_reads_blocks() -> None:
     layout = from_config(configs.MINIMAX_M3)
     assert of_kind(layout, "full") == [0, 1, 2] and of_kind(layout, "block_sparse") == list(range(3, 60))
-    assert sole(layout.layers[3]) == Component(KV(4, 128, 128), TopK(16, unit=128), IndexKeys(128))
+    assert sole(layout.layers[3]) == Component(
+        KV(4, 128, 128), TopK(16, unit=128, sets=4, last=1), IndexKeys(128, q_heads=4)
+    )
     assert layout.layers[0].rope == Rope(5e6, 64)
     flat = {k: v for k, v in configs.MINIMAX_M3["text_config"].items() if k != "sparse_attention_config"}
-    flat |= {"index_topk_blocks": 16, "index_block_size": 128, "index_head_dim": 128}
+    flat |= {"index_topk_blocks": 16, "index_block_size": 128, "index_head_dim": 128, "index_n_heads": 4}
     flat["layer_types"] = ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57
     assert from_config({**flat, "model_type": "minimax_m3_vl"}).layers == layout.layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sparse_num_index_heads": 2}, "2 index heads for 4 KV heads .allowed: one each."),
+        ({"sparse_local_block": 0}, "key 'sparse_local_block' is 0, must be at least 1"),
+    ],
+)
+def test_an_index_that_is_not_m3s_is_refused(changes: dict[str, int], message: str) -> None:
+    text = configs.MINIMAX_M3["text_config"]
+    sparse = {**text["sparse_attention_config"], **changes}
+    with pytest.raises(LayoutError, match=message):
+        from_config({**configs.MINIMAX_M3, "text_config": {**text, "sparse_attention_config": sparse}})
+
+
+def test_blocks_that_m3_always_reads() -> None:
+    text = configs.MINIMAX_M3["text_config"]
+    sparse = {**text["sparse_attention_config"], "sparse_init_block": 1, "sparse_local_block": 2}
+    layout = from_config({**configs.MINIMAX_M3, "text_config": {**text, "sparse_attention_config": sparse}})
+    assert layout.layers[3].topk == TopK(16, unit=128, sets=4, first=1, last=2)
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:

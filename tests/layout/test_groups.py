@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvassay.errors import LayoutError, UnsupportedModel
 from kvassay.layout.config import from_config
-from kvassay.layout.groups import Group, plan_groups
+from kvassay.layout.groups import Group, paged_part, plan_groups
 from kvassay.layout.model import KV, All, Component, IndexKeys, Latent, Layer, Layout, Storage, TopK, Window
 from tests.layout.configs import PUBLISHED
 
@@ -100,6 +100,18 @@ def test_models_of_one_kind_are_one_group() -> None:
     assert glm.page_bytes == 16 * 1152 and glm.block_bytes == 16 * (78 * 1152 + 21 * 256)
     (m3,) = plan_groups(from_config(PUBLISHED["minimax-m3"]))
     assert m3.block_bytes == 16 * (60 * 2048 + 57 * 256)
+
+
+def test_the_paged_part_of_v4_is_its_windows() -> None:
+    layout = from_config(PUBLISHED["deepseek-v4-flash"])
+    with pytest.raises(UnsupportedModel, match="keeps compressed entries beside its window"):
+        plan_groups(layout)
+    (group,) = plan_groups(paged_part(layout))
+    assert (group.layers, group.window) == (tuple(range(43)), 128)
+    assert group.page_bytes == 16 * 512 * 2  # key and value in one
+    assert group.block_bytes == 43 * group.page_bytes  # index keys go with the entries
+    other = from_config(PUBLISHED["glm-5.2"])
+    assert paged_part(other) == other
 
 
 def test_group_size_pads_up_only_below_one_and_a_half() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from kvassay.errors import LayoutError, UnsupportedModel
 from kvassay.layout.config import from_config
 from kvassay.layout.families import READERS, WRAPPERS
 from kvassay.layout.refusals import spans
+from tests.families import models
 from tests.layout import configs
 
 QWEN36_27B: dict[str, Any] = {
@@ -56,6 +58,7 @@ INKLING: dict[str, Any] = {
         "num_hidden_layers": 66,
         "local_layer_ids": [0, 1],
         "use_sconv": True,
+        "sconv_kernel_size": 4,
     },
 }
 LFM2: dict[str, Any] = {
@@ -71,13 +74,24 @@ LFM2: dict[str, Any] = {
     [
         (
             QWEN36_27B,
-            ["qwen3_5_text", "16 of 64 layers would page (3, 7, 11,", "other layers among 64, 3145728 B each"],
+            ["qwen3_5_text", "16 of 64 layers would page (3, 7, 11,", "48 of 64 layers: 3145728 B each", "(kernel 4)"],
         ),
-        (KIMI_K3, ["kimi_linear", "24 of 93 layers would page (3, 7,", "91-92)", "6291456 B each"]),
-        (NEMOTRON_NANO, ["nemotron_h", "6 of 52 layers would page (5, 12, 19, 26, 33, 42)", "2097152 B each"]),
-        (NEMOTRON_ULTRA, ["nemotron_h", "1 of 4 layers would page (2)"]),
-        (INKLING, ["inkling_text", "66 of 66 layers would page (0-65)", "the state of all 66 layers"]),
-        (LFM2, ["lfm2", "6 of 16 layers would page (2, 5, 8, 10, 12, 14)"]),
+        (
+            KIMI_K3,
+            ["kimi_linear", "24 of 93 layers would page (3, 7,", "91-92)", "69 of 93 layers: 6291456 B", "(kernel 4)"],
+        ),
+        (
+            NEMOTRON_NANO,
+            [
+                "nemotron_h",
+                "6 of 52 layers would page (5, 12, 19, 26, 33, 42)",
+                # the other 23 are experts
+                "the state of 23 of 52 layers: 2097152 B each in fp32 and a convolution window",
+            ],
+        ),
+        (NEMOTRON_ULTRA, ["nemotron_h", "1 of 4 layers would page (2)", "the state of 1 of 4 layers"]),
+        (INKLING, ["inkling_text", "66 of 66 layers would page (0-65)", "the state of 66 of 66 layers", "(kernel 4)"]),
+        (LFM2, ["lfm2", "6 of 16 layers would page (2, 5, 8, 10, 12, 14)", "10 of 16 layers", "(kernel 3)"]),
     ],
 )
 def test_published_files(config: dict[str, Any], parts: list[str]) -> None:
@@ -87,6 +101,68 @@ def test_published_files(config: dict[str, Any], parts: list[str]) -> None:
     for part in [*parts, "state-transition adapter would have to snapshot, fork, roll back and count"]:
         assert part in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("row", "total", "paging", "state"),
+    [
+        ("qwen3.6-27b", 64, 16, 48),
+        ("qwen3.6-35b-a3b", 40, 10, 30),
+        ("kimi-k3", 93, 24, 69),
+        ("nemotron-3-nano-30b-a3b", 52, 6, 23),
+        ("nemotron-3-ultra-550b-a55b", 108, 12, 48),
+        ("inkling", 66, 66, 66),
+        ("lfm2.5-16layer", 16, 6, 10),
+    ],
+)
+def test_rows_of_the_registry(row: str, total: int, paging: int, state: int) -> None:
+    with pytest.raises(UnsupportedModel) as caught:
+        from_config(row)
+    assert f"{paging} of {total} layers would page" in str(caught.value)
+    assert f"count the state of {state} of {total} layers" in str(caught.value)
+
+
+@pytest.mark.parametrize("family", models.REFUSED)
+def test_classes_of_the_library(family: str) -> None:
+    with pytest.raises(UnsupportedModel, match=r"of \d layers would page .* count the state of \d of \d layers"):
+        from_config(models.config_of(family))
+
+
+def test_no_type_of_the_library_is_read_but_those_with_a_reader() -> None:
+    """By its name alone, whatever else the file says: fail closed."""
+    like_llama = configs.LLAMA_31_8B
+    admitted = set()
+    for model_type in CONFIG_MAPPING_NAMES:
+        try:
+            from_config({**like_llama, "model_type": model_type})
+        except UnsupportedModel:
+            continue
+        except LayoutError:
+            pass  # its reader asks for keys that Llama's file has not
+        admitted.add(model_type)
+    assert admitted <= {*READERS, *WRAPPERS}
+
+
+@pytest.mark.slow
+def test_what_the_library_keeps_state_for_is_refused() -> None:
+    """transformers' own layer types are a second witness: each of these gets a cache layer with state there."""
+    found = set()
+    for model_type in CONFIG_MAPPING_NAMES:
+        config = _default(model_type)
+        kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())}
+        if kinds & {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba"}:
+            found.add(model_type)
+            with pytest.raises(UnsupportedModel, match="keeps recurrent or convolutional state"):
+                from_config(config)
+    assert {"qwen3_5_text", "kimi_linear", "nemotron_h", "inkling_text", "lfm3", "jamba", "bamba"} <= found
+
+
+def _default(model_type: str) -> Any:
+    """The configuration that a class makes of nothing; None for a class that cannot."""
+    try:
+        return CONFIG_MAPPING[model_type]()
+    except Exception:
+        return None
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,9 @@ def test_trap_mla_keeps_one_vector_whatever_the_heads() -> None:
 
 def test_trap_glm_index_keys_on_21_layers() -> None:
     layout = from_config("glm-5.2")
-    keyed = [layer.index for layer in layout.layers if layer.components[0].index == IndexKeys(128)]
+    keyed = [
+        layer.index for layer in layout.layers if layer.components[0].index == IndexKeys(128, q_heads=32, weighted=True)
+    ]
     assert keyed == [0, 1, 2, *range(6, 75, 4)] and len(keyed) == 21
     assert {layer.components[0].visibility for layer in layout.layers} == {TopK(2048)}
 
@@ -153,7 +155,7 @@ def test_a_format_that_does_not_fit_is_refused() -> None:
         ("kimi-k3", ["24 of 93 layers would page (3, 7,", "91-92)", "6291456 B each"]),
         ("nemotron-3-nano-30b-a3b", ["6 of 52 layers would page (5, 12, 19, 26, 33, 42)", "2097152 B each"]),
         ("nemotron-3-ultra-550b-a55b", ["12 of 108 layers would page (7, 14, 23, 32, 39, 48,", "8388608 B each"]),
-        ("inkling", ["66 of 66 layers would page", "the state of all 66 layers"]),
+        ("inkling", ["66 of 66 layers would page", "the state of 66 of 66 layers: a convolution window (kernel 4)"]),
         ("lfm2.5-16layer", ["6 of 16 layers would page (2, 5, 8, 10, 12, 14)"]),
     ],
 )

@@ -39,13 +39,13 @@ def test_published_models_round_trip(name: str) -> None:
 sizes = st.integers(1, 4096)
 positive = st.floats(1e-3, 1e7)
 storages = st.one_of(
-    st.builds(KV, sizes, sizes, sizes), st.builds(Latent, sizes, sizes), st.builds(Pooled, sizes, sizes)
+    st.builds(KV, sizes, sizes, sizes), st.builds(Latent, sizes, sizes, st.booleans()), st.builds(Pooled, sizes, sizes)
 )
 components = st.builds(
     Component,
     storages,
-    st.one_of(st.just(All()), st.builds(Window, sizes), st.builds(TopK, sizes, sizes)),
-    st.none() | st.builds(IndexKeys, sizes, sizes),
+    st.one_of(st.just(All()), st.builds(Window, sizes), st.builds(TopK, *[sizes] * 5)),
+    st.none() | st.builds(IndexKeys, sizes, sizes, sizes, st.booleans()),
     st.integers(0, 10**6),
 )
 params = st.dictionaries(st.text(max_size=5), st.one_of(positive, sizes, st.booleans(), st.tuples(positive, positive)))
@@ -92,7 +92,8 @@ def test_the_document_is_plain_and_tagged() -> None:
             "pending_elements": 0,
         }
     ]
-    assert first["rope"] == {"theta": 10_000.0, "dims": 256, "kind": "default", "params": {}, "interleaved": False}
+    plain = {"kind": "default", "params": {}, "interleaved": False, "first": 0}
+    assert first["rope"] == {"theta": 10_000.0, "dims": 256, **plain}
 
 
 def changed(path: list[Any], value: object) -> dict[str, Any]:

@@ -9,8 +9,9 @@ import torch
 
 from kvassay.errors import RecordError
 from kvassay.layout.config import from_config
-from kvassay.layout.model import Layer, Layout
+from kvassay.layout.model import KV, Component, Latent, Layer, Layout, Pooled, Window
 from kvassay.record.capture import NAME, Capture, recording, refuse_unreplayable
+from tests.families import models
 
 from . import tiny
 from .conftest import run_chunks
@@ -102,13 +103,24 @@ def test_selecting_families_keep_their_selection_under_the_recording_name(family
     assert torch.equal(ours, stock)
 
 
+@pytest.mark.parametrize("family", models.ADMITTED)
+def test_every_admitted_family_can_be_recorded(family: str) -> None:
+    refuse_unreplayable(from_config(models.config_of(family)))
+
+
 @pytest.mark.parametrize(
-    ("family", "kind"),
-    [("deepseek_v32", "latent"), ("minimax_m3", r"kv \+ index"), ("deepseek_v4", "sliding: latent")],
+    ("parts", "kept"),
+    [
+        ((Component(Pooled(4, 16)),), "pooled: pooled"),
+        ((Component(KV(2, 16, 16), Window(8)), Component(Pooled(4, 16))), "pooled: kv, pooled"),
+        ((Component(Latent(12, 4), Window(8)), Component(Pooled(4, 16))), "pooled: latent, pooled"),
+        ((Component(KV(2, 16, 16)), Component(KV(2, 16, 16), Window(8))), "pooled: kv, kv"),
+    ],
 )
-def test_families_that_need_more_than_kvq_are_refused(family: str, kind: str) -> None:
-    with pytest.raises(RecordError, match=kind):
-        refuse_unreplayable(from_config(tiny.config_of(family)))
+def test_a_layer_of_which_no_trace_holds_enough_is_refused(parts: tuple[Component, ...], kept: str) -> None:
+    layout = Layout("odd", (Layer(0, 4, parts, 0.25),), 64, 256, 512)
+    with pytest.raises(RecordError, match=rf"odd: layer 0 \({kept}\) cannot be replayed"):
+        refuse_unreplayable(layout)
 
 
 def test_two_recordings_at_once_do_not_mix() -> None:

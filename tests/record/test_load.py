@@ -26,6 +26,18 @@ def test_a_local_folder_gives_model_layout_and_identity(tmp_path: Path) -> None:
     assert (loaded.identity.name, loaded.identity.source) == ("mine", "folder")
 
 
+@pytest.mark.parametrize(
+    ("family", "name"), [("step3p7", "Step3p7ForConditionalGeneration"), ("mistral4", "Mistral4ForCausalLM")]
+)
+def test_text_models_without_an_own_causal_class(family: str, name: str, tmp_path: Path) -> None:
+    loaded = load(tiny.save(tmp_path / family, family))
+    assert type(loaded.model).__name__ == name
+    ids = torch.tensor([tiny.token_ids(9)])
+    with torch.inference_mode():
+        before = tiny.build(family, attention="sdpa", native=4096)(ids).logits
+        torch.testing.assert_close(loaded.model(ids).logits, before, rtol=0, atol=1e-5)
+
+
 def test_the_tokenizers_hash_follows_its_vocabulary(tmp_path: Path) -> None:
     tiny.save(tmp_path)
     first = load(tmp_path).identity.tokenizer_sha256

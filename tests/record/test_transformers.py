@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,8 +178,12 @@ class _Opening:
 
 
 def test_what_a_trace_cannot_hold_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="latent"):
-        record_sample(loaded("deepseek_v32"), SAMPLE, tmp_path / "t")
+    model = loaded("deepseek_v32")
+    first, *others = model.layout.layers
+    part = replace(first.components[0], index=None)
+    layout = replace(model.layout, layers=(replace(first, components=(part,)), *others))
+    with pytest.raises(RecordError, match="layer 0 reads a selection that no index makes"):
+        record_sample(replace(model, layout=layout), SAMPLE, tmp_path / "t")
     assert list(tmp_path.iterdir()) == []
 
 

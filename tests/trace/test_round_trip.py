@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from kvassay.errors import EvidenceMissing, TraceError
-from kvassay.layout.model import KV, Component, IndexKeys, Latent, Layer, Layout, Pooled
+from kvassay.layout.model import KV, Component, IndexKeys, Latent, Layer, Layout, Pooled, TopK
 from kvassay.trace.reader import Trace
 from kvassay.trace.schema import LogitsSpec, PrefixEntry
 from kvassay.trace.shapes import expected_shards
@@ -180,7 +180,7 @@ def test_shapes_of_latent_index_and_pooled_storage() -> None:
     layout = Layout(
         "tiny",
         (
-            Layer(0, 5, (Component(Latent(12, 4), index=IndexKeys(6)),), 1.0),
+            Layer(0, 5, (Component(Latent(12, 4), TopK(3), IndexKeys(6, q_heads=2, weighted=True)),), 1.0),
             Layer(1, 5, (Component(KV(1, 8, 8)), Component(Pooled(4, 10), index=IndexKeys(3))), 1.0),
         ),
         16,
@@ -190,15 +190,17 @@ def test_shapes_of_latent_index_and_pooled_storage() -> None:
     shards = expected_shards(tiny.header(layout=layout, taps=(), logits=None))
     shapes = {path: {n: s.shape for n, s in specs.items()} for path, specs in shards.items()}
     assert shapes["prefix/layer_000.safetensors"] == {
-        "latent": (11, 12),
-        "rope": (11, 4),
-        "index_k": (11, 1, 6),
+        "latent": (11, 1, 16),
+        "index_keys": (11, 6),
+        "index_queries": (4, 2, 6),
+        "index_weights": (4, 2),
+        "selection": (4, 1, 3),
         "q": (4, 5, 16),
     }
     # 11 tokens fill 2 entries of 4; the branch's 6 more make 17 tokens, 4 entries: 2 of its own
     assert shapes["prefix/layer_001.safetensors"]["pooled"] == (2, 10)
     assert shapes["branch_000/layer_001.safetensors"]["pooled"] == (2, 10)
-    assert shapes["branch_000/layer_001.safetensors"]["index_k"] == (2, 1, 3)
+    assert shapes["branch_000/layer_001.safetensors"]["index_keys"] == (2, 3)
     # the other branch ends at 14 tokens, 3 entries
     assert shapes["branch_001/layer_001.safetensors"]["pooled"] == (1, 10)
 

@@ -14,8 +14,10 @@ import torch
 from pydantic import ValidationError
 
 from kvassay.errors import TraceError
+from kvassay.layout.model import KV, Component, Layer, Layout
+from kvassay.trace import writer as writer_module
 from kvassay.trace.reader import Trace
-from kvassay.trace.schema import BranchEntry, LogitsSpec, Subset, Tap, explain
+from kvassay.trace.schema import BranchEntry, LogitsSpec, PrefixEntry, Subset, Tap, explain
 from kvassay.trace.writer import TraceWriter
 
 from . import tiny
@@ -112,6 +114,49 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch:
     assert "No space left on device" in one_line(error)
     assert "bytes free" in one_line(error)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_too_small_is_seen_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tiny.make(tmp_path / "trace")
+    needed = sum(path.stat().st_size for path in made.path.rglob("*.safetensors"))
+    asked: list[Path] = []
+
+    def free(path: Path) -> int:
+        asked.append(path)
+        return needed - 1
+
+    monkeypatch.setattr(writer_module, "free_bytes", free)
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: pytest.fail("something was written"))
+    with pytest.raises(TraceError, match=f"needs {needed} bytes and {needed - 1} are free there") as error:
+        tiny.make(tmp_path / "new" / "other")
+    assert "other: " in one_line(error)
+    assert asked == [tmp_path / "new" / "other"]
+    monkeypatch.undo()
+    monkeypatch.setattr(writer_module, "free_bytes", lambda path: needed)
+    assert tiny.make(tmp_path / "new" / "other").path.is_dir()
+
+
+def test_a_million_tokens_ask_for_all_their_bytes_and_leave_no_folder(tmp_path: Path) -> None:
+    """Of the disk that is really here: one layer of 2 ** 20 tokens needs more than any has, at this many heads."""
+    wide = Layer(0, 1 << 20, (Component(KV(1 << 20, 4096, 4096)),), 1.0)
+    layout, prefix = Layout("wide", (wide,), 8, 256, 1 << 20), PrefixEntry(tokens=1 << 20)
+    header = tiny.header(layout=layout, prefix=prefix, q_from=0, taps=(), branches=())
+    with pytest.raises(TraceError, match=r"needs 5\d{16} bytes and \d+ are free there, so nothing was written"):
+        TraceWriter(tmp_path / "traces" / "long", header).__enter__()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_made_for_a_trace_that_failed_go_with_it(tmp_path: Path) -> None:
+    with pytest.raises(TraceError), TraceWriter(tmp_path / "a" / "b" / "trace", tiny.header()):
+        assert (tmp_path / "a" / "b").is_dir()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "notes").write_text("mine")
+    with pytest.raises(TraceError), TraceWriter(tmp_path / "a" / "b" / "trace", tiny.header()):
+        pass
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["notes"]
 
 
 def test_a_disk_that_fills_while_writing_is_one_line_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

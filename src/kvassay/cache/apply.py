@@ -7,12 +7,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from kvassay.cache.data import LayerData, to_front
 from kvassay.cache.edits import Edit, LowRank, Merge, Quantize
-from kvassay.cache.encoded import low_rank, quantized
+from kvassay.cache.encoded import Encoded, low_rank, quantized
 from kvassay.cache.ops import Ints
 from kvassay.cache.validate import Ground, Plan, validate
+from kvassay.layout.model import Layer, Rope
 
 if TYPE_CHECKING:
     from kvassay.cache.paged import PagedCache
@@ -39,6 +42,19 @@ def apply_edits(cache: PagedCache, seq: int, edits: Mapping[int, Sequence[Edit]]
             cache.run(cache.ledger.begin_write(seq, plan.layer, targets, allow_window=True))
     for plan in plans:
         _carry_out(cache, seq, plan)
+
+
+def size_after(layer: Layer, data: LayerData, edits: Sequence[Edit], element_bytes: float) -> float:
+    """Bytes of a layer's keys and values as `apply_edits` would leave them: raw tokens and codes, no bias.
+
+    For a policy that has to fit into bytes. `IllegalEdit` as there; `data` holds no code yet and all is committed.
+    """
+    plan = validate(Ground(layer, data, int(data.positions.max()) + 1), edits, allow_window=True)
+    coded = [_code(edit, scope, data, layer.rope).size.total(element_bytes) for edit, scope in plan.codes]
+    raw = data.alive & ~plan.gone
+    for _, scope in plan.codes:
+        raw = raw & ~scope
+    return float(raw.sum()) * layer.kv.row * element_bytes + sum(coded)
 
 
 def _carry_out(cache: PagedCache, seq: int, plan: Plan) -> None:
@@ -82,33 +98,39 @@ def _means(x: Tensor, into: Tensor, weight: Tensor) -> Tensor:
 def _encode(cache: PagedCache, seq: int, plan: Plan) -> None:
     """Move tokens into encoded segments."""
     data = plan.data if plan.merge is None else cache.layer(seq, plan.layer)  # what the merge has written
-    layout = cache.layout
     for edit, scope in plan.codes:
-        columns = scope.any(0)
-        k, v = data.take(columns)
-        positions = data.positions.masked_fill(~scope, -1)[:, columns]
-        if isinstance(edit, Quantize):
-            run, kind = quantized(_cut(edit, columns), k, v, positions), "quantized"
-        else:
-            cut = _cut_rows(edit, columns)
-            run, kind = low_rank(cut, k, v, positions, layout.layers[plan.layer].rope), "low_rank"
-        nbytes = max(1, round(run.size.total(layout.element_bytes)))
+        run = _code(edit, scope, data, cache.layout.layers[plan.layer].rope)
+        nbytes = max(1, round(run.size.total(cache.layout.element_bytes)))
+        kind = "quantized" if isinstance(edit, Quantize) else "low_rank"
         segment = cache.ledger.encode(seq, plan.layer, _rows(plan, scope), nbytes, kind, allow_window=True)
-        cache.keep_encoded(segment, run.packed_left())
+        cache.keep_encoded(segment, run)
+
+
+def _code(edit: Quantize | LowRank, scope: Tensor, data: LayerData, rope: Rope | None) -> Encoded:
+    """The code of the tokens in scope, each head's at the front, as the ledger registers them: heads that hold other
+    tokens, but as many, make one piece."""
+    alike = bool((scope == scope[:1]).all())
+    columns = scope[0].nonzero().flatten().expand(len(scope), -1) if alike else to_front(scope)
+    k, v = data.take(columns)
+    positions = torch.gather(data.positions.masked_fill(~scope, -1), 1, columns)
+    if isinstance(edit, Quantize):
+        return quantized(_cut(edit, columns), k, v, positions, one_side=data.one_side)
+    return low_rank(_cut_rows(edit, columns), k, v, positions, rope)
 
 
 def _cut_rows(edit: LowRank, columns: Tensor) -> LowRank:
-    """The edit with the keys before its norm for some columns only."""
+    """The edit with the keys before its norm for some columns [kv_heads, n] only."""
     if edit.key_norm is None:
         return edit
-    return replace(edit, key_norm=replace(edit.key_norm, rows=edit.key_norm.rows[:, columns]))
+    heads = torch.arange(len(columns))[:, None]
+    return replace(edit, key_norm=replace(edit.key_norm, rows=edit.key_norm.rows[heads, columns]))
 
 
 def _cut(edit: Quantize, columns: Tensor) -> Quantize:
-    """The edit with its widths per token for some columns only."""
+    """The edit with its widths per token for some columns [kv_heads, n] only."""
 
     def cut(bits: int | Tensor) -> int | Tensor:
-        return bits[:, columns] if isinstance(bits, Tensor) else bits
+        return bits.gather(1, columns) if isinstance(bits, Tensor) else bits
 
     key_bits = edit.key_bits if edit.key_axis == "channel" else cut(edit.key_bits)
     return replace(edit, value_bits=cut(edit.value_bits), key_bits=key_bits)

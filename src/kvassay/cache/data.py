@@ -7,7 +7,7 @@ and needs no order. `LayerData` is how a policy sees it: by ascending position.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -19,6 +19,8 @@ class Run:
 
     def __init__(self, keys: Callable[[], Tensor], values: Callable[[], Tensor], tokens: int) -> None:
         self._keys, self._values, self.tokens = keys, values, tokens
+        self.one_side = False
+        """Whether the values are the beginning of the keys (MLA)."""
 
     @cached_property
     def k(self) -> Tensor:
@@ -34,6 +36,13 @@ class Run:
     def of(cls, k: Tensor, v: Tensor) -> Run:
         """A run that is there already."""
         return cls(lambda: k, lambda: v, k.shape[1])
+
+    @classmethod
+    def latent(cls, keys: Callable[[], Tensor], v_dim: int, tokens: int) -> Run:
+        """A run whose values are the first `v_dim` elements of its keys."""
+        run = cls(keys, lambda: run.k[..., :v_dim], tokens)
+        run.one_side = True
+        return run
 
 
 @dataclass(frozen=True)
@@ -62,8 +71,9 @@ class Stored:
 
     def by_position(self) -> LayerData:
         """The same tokens by ascending position, padding last and as narrow as it can be."""
-        if len(self.runs) == 1 and self.encoded is None:  # slots alone come by position
-            return LayerData(self.runs[0], self.positions, self.slots, self.bias, inner_bias=self.inner_bias)
+        if self.encoded is None:  # slots alone come by position
+            run = self.runs[0] if len(self.runs) == 1 else _joined(self.runs)
+            return LayerData(run, self.positions, self.slots, self.bias, inner_bias=self.inner_bias)
         alive = self.alive
         width = int(alive.sum(1).max()) if alive.numel() else 0
         key = self.positions.masked_fill(~alive, torch.iinfo(torch.int64).max)
@@ -105,6 +115,11 @@ class LayerData:
         return self._run.v
 
     @property
+    def one_side(self) -> bool:
+        """Whether the values are the beginning of the keys (MLA)."""
+        return self._run.one_side
+
+    @property
     def alive(self) -> Tensor:
         """bool [kv_heads, tokens]."""
         return self.positions >= 0
@@ -127,8 +142,14 @@ class LayerData:
         return Stored((self._run,), self.positions, self.slots, self.bias, self.encoded, complete, self.inner_bias)
 
     def take(self, columns: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of some columns (bool [tokens]) without touching the others."""
-        return self.k[:, columns], self.v[:, columns]
+        """Keys and values [kv_heads, n, dim] of columns int64 [kv_heads, n], without touching the others."""
+        return _pick([self.k], columns), _pick([self.v], columns)
+
+    def only(self, keep: Tensor) -> LayerData:
+        """The live tokens that bool [kv_heads, tokens] names, packed as after an eviction of all others."""
+        kept = keep & self.alive
+        positions, slots = (x.masked_fill(~kept, -1) for x in (self.positions, self.slots))
+        return _Reordered(replace(self.stored, positions=positions, slots=slots, complete=False), to_front(kept))
 
 
 class _Reordered(LayerData):
@@ -144,6 +165,7 @@ class _Reordered(LayerData):
             lambda: _pick([run.v for run in stored.runs], order),
             order.shape[1],
         )
+        run.one_side = all(one.one_side for one in stored.runs)
         super().__init__(
             run,
             torch.gather(stored.positions, 1, order),
@@ -154,8 +176,23 @@ class _Reordered(LayerData):
         )
 
     def take(self, columns: Tensor) -> tuple[Tensor, Tensor]:
-        order, runs = self._order[:, columns], self._stored.runs
+        order, runs = torch.gather(self._order, 1, columns), self._stored.runs
         return _pick([run.k for run in runs], order), _pick([run.v for run in runs], order)
+
+
+def _joined(runs: Sequence[Run]) -> Run:
+    """Runs as one, brought together when somebody looks at it."""
+    tokens = sum(run.tokens for run in runs)
+    one = Run(lambda: torch.cat([run.k for run in runs], 1), lambda: torch.cat([run.v for run in runs], 1), tokens)
+    one.one_side = all(run.one_side for run in runs)
+    return one
+
+
+def to_front(chosen: Tensor) -> Tensor:
+    """Columns int64 [heads, n] that bring what bool [heads, tokens] names to the front, in its order; n: the most of a
+    head, the columns of a head with fewer end in some that are not named."""
+    width = int(chosen.sum(1).max()) if chosen.numel() else 0
+    return torch.sort((~chosen).to(torch.int8), dim=1, stable=True).indices[:, :width]
 
 
 def _pick(runs: Sequence[Tensor], order: Tensor) -> Tensor:

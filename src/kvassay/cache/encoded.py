@@ -25,6 +25,8 @@ class Encoded:
     value: Code
     rope: Rope | None = None
     """Set when keys are stored before rotation and rotate again when read."""
+    latent: int | None = None
+    """Set where values are the first so many elements of the keys (MLA): then `value` is `key`, held once."""
     _keys: Tensor | None = field(default=None, repr=False)
     _values: Tensor | None = field(default=None, repr=False)
 
@@ -37,24 +39,16 @@ class Encoded:
 
     def values(self) -> Tensor:
         """float [kv_heads, n, v_dim]."""
+        if self.latent is not None:
+            return self.keys()[..., : self.latent]
         if self._values is None:
             self._values = self.value.decode()
         return self._values
 
-    def packed_left(self) -> Encoded:
-        """The same with each head's tokens at the front, as the ledger registers them; padding last."""
-        alive = self.positions >= 0
-        if bool(alive.all()):
-            return self
-        order = torch.sort((~alive).to(torch.int8), dim=1, stable=True).indices[:, : int(alive.sum(1).max())]
-        rows = torch.arange(order.shape[0])[:, None]
-        positions = torch.gather(self.positions, 1, order)
-        return Encoded(positions, self.key, self.value, self.rope, self.keys()[rows, order], self.values()[rows, order])
-
     @property
     def size(self) -> Size:
-        """Both sides, as held."""
-        return self.key.size + self.value.size
+        """Both sides, as held; a latent once."""
+        return self.key.size if self.latent is not None else self.key.size + self.value.size
 
 
 @dataclass(frozen=True)
@@ -84,15 +78,18 @@ def with_bias(x: Tensor, bias: Tensor | None, sign: int = 1) -> Tensor:
     return x if bias is None else x + sign * bias.to(x.dtype)[:, None]
 
 
-def quantized(edit: Quantize, k: Tensor, v: Tensor, positions: Tensor) -> Encoded:
+def quantized(edit: Quantize, k: Tensor, v: Tensor, positions: Tensor, *, one_side: bool = False) -> Encoded:
     """Encode k, v [kv_heads, n, dim] of tokens at `positions` [kv_heads, n] (-1 = not there).
 
-    `edit`'s widths are already cut to these n tokens.
+    `edit`'s widths are already cut to these n tokens. one_side: v is the beginning of k, which is encoded once
     """
     present = positions >= 0
+    key = _side(k, edit.key_bits, edit.key_axis, present, _encoder(edit, edit.key_axis))
+    if one_side:
+        return Encoded(positions, key, key, latent=v.shape[-1])
     return Encoded(
         positions,
-        _side(k, edit.key_bits, edit.key_axis, present, _encoder(edit, edit.key_axis)),
+        key,
         _side(v, edit.value_bits, "token", present, _encoder(edit, "token")),
     )
 

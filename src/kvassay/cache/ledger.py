@@ -12,6 +12,7 @@ No edit touches uncommitted tokens, and none may leave a head with nothing to re
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -247,7 +248,7 @@ class Ledger(Views):
             entries = s.entries(table, layer)
             entries[heads[~inside], slots[~inside]] = ~positions[~inside]
             table.maps[layer] = LayerMap(entries)
-        for segment in map(int, np.unique(segments[inside])):
+        for segment in map(int, _distinct(segments[inside])):
             mine = segments == segment
             gone = _member(self._segments.get(segment).positions, heads[mine], positions[mine])
             self._keep_in_segment(s, segment, s.masks(layer)[segment] & ~gone)
@@ -366,9 +367,17 @@ def _pairs(positions: Positions, heads: int, layer: int) -> tuple[Ints, Ints]:
     if (flat < 0).any():
         raise IllegalEdit(f"layer {layer}: position {flat.min()} is negative")
     for head, row in enumerate(rows):
-        if len(np.unique(row)) != len(row):
+        if len(_distinct(row)) != len(row):
             raise IllegalEdit(f"layer {layer} head {head}: a position is named twice in {len(row)}")
     return owner, flat
+
+
+def _distinct(values: NDArray[np.integer[Any]]) -> NDArray[np.integer[Any]]:
+    """The values in ascending order, each once; `np.unique` hashes them, which grows faster than their number."""
+    ordered = np.sort(values)
+    first = np.ones(len(ordered), dtype=np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
+    return ordered[first]
 
 
 def _member(positions: Ints, heads: Index, wanted: Index) -> Bools:
@@ -377,7 +386,7 @@ def _member(positions: Ints, heads: Index, wanted: Index) -> Bools:
 
 
 def _ordinals(slots: Ints, table: Table) -> list[int]:
-    return [int(i) for i in np.unique(slots // table.group.block_size)]
+    return _distinct(slots // table.group.block_size).tolist()
 
 
 def _first_hole(entries: Ints) -> int:

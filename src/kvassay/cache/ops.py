@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvassay.errors import CacheError
-from kvassay.layout.groups import plan_groups
+from kvassay.layout.groups import paged_part, plan_groups
 from kvassay.layout.model import Layout
 
 Ints = NDArray[np.int32]
@@ -49,7 +49,7 @@ class GroupSpec:
 
 
 def group_specs(layout: Layout, block_size: int) -> list[GroupSpec]:
-    """The ledger's groups of a layout, as vLLM plans them."""
+    """The ledger's groups of a layout, as vLLM plans them; of layers with compressed entries, the windows alone."""
     return [
         GroupSpec(
             group.index,
@@ -58,7 +58,7 @@ def group_specs(layout: Layout, block_size: int) -> list[GroupSpec]:
             group.block_size,
             group.window,
         )
-        for group in plan_groups(layout, block_size)
+        for group in plan_groups(paged_part(layout), block_size)
     ]
 
 

@@ -37,11 +37,14 @@ class PagedCache:
         num_blocks: int,
         *,
         poison: bool = False,
+        sides_apart: bool = False,
+        device: torch.device | str = "cpu",
     ) -> None:
-        """`poison` fills unwritten memory with NaN, so that a test sees every read of a wrong slot."""
+        """`poison` fills unwritten memory with NaN, so that a test sees every read of a wrong slot; `sides_apart` and
+        `device` as in `KVStore`."""
         self.layout = layout
         self.ledger = Ledger(groups, num_blocks)
-        self.store = KVStore(layout, groups, num_blocks, poison=poison)
+        self.store = KVStore(layout, groups, num_blocks, poison=poison, sides_apart=sides_apart, device=device)
         self.encoded: dict[int, Encoded] = {}
         self.moved_elements = 0
         """Elements copied by copy-on-write and compaction so far."""
@@ -109,7 +112,7 @@ class PagedCache:
         """The same as it lies: encoded segments, then raw slots."""
         view = self.ledger.slots(seq, layer, queries)
         segments = self.ledger.segments(seq, layer, queries)
-        runs = [*_runs([self.encoded[s.id] for s in segments]), self.store.run_of(layer, view)]
+        runs = [*_runs([self.encoded[s.id] for s in segments]), *self.store.runs_of(layer, view)]
         positions = _side_by_side([*(s.positions for s in segments), view.positions])
         slots = _side_by_side([*(s.slots for s in segments), view.logical])
         complete = bool((view.counts == view.positions.shape[1]).all())
@@ -174,6 +177,12 @@ class PagedCache:
         """Elements of per-slot bias a layer carries: one per live token and head, float32."""
         biases = self._biases(seq, layer)
         return biases * sum(len(p) for p in self.ledger.live(seq, layer)) if biases else 0
+
+    def code_bytes(self, seq: int, layer: int) -> tuple[float, float]:
+        """Bytes that the codes of a layer's keys and of its values hold."""
+        held = [self.encoded[segment.id] for segment in self.ledger.segments(seq, layer)]
+        element = self.layout.element_bytes
+        return sum(one.key.size.total(element) for one in held), sum(one.value.size.total(element) for one in held)
 
     def check(self) -> None:
         """The ledger's laws, and that every segment's tensors are held exactly once."""
@@ -241,10 +250,11 @@ def _run(encodings: Sequence[Encoded]) -> Run:
         first, *more = sides
         return torch.cat([first, *more], 1) if more else first
 
+    tokens = sum(one.positions.shape[1] for one in encodings)
+    if (v_dim := encodings[0].latent) is not None:
+        return Run.latent(lambda: joined(one.keys() for one in encodings), v_dim, tokens)
     return Run(
-        lambda: joined(one.keys() for one in encodings),
-        lambda: joined(one.values() for one in encodings),
-        sum(one.positions.shape[1] for one in encodings),
+        lambda: joined(one.keys() for one in encodings), lambda: joined(one.values() for one in encodings), tokens
     )
 
 

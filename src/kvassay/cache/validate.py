@@ -14,7 +14,7 @@ from kvassay.cache.data import LayerData
 from kvassay.cache.edits import Bias, Edit, Evict, LowRank, Merge, Quantize
 from kvassay.cache.rope import inverse_frequencies
 from kvassay.errors import IllegalEdit
-from kvassay.layout.model import Layer
+from kvassay.layout.model import KV, Layer
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,8 @@ def _targets(ground: Ground, edit: Merge) -> Tensor:
         raise ground.refusal(f"Merge.into names token {int(into.max())} of {tokens}")
     source = into >= 0
     target = torch.zeros(ground.shape, dtype=torch.int64).scatter_add_(1, into.long().clamp(min=0), source.long()) > 0
+    if edit.values_only and not isinstance(ground.layer.kv, KV):
+        raise ground.refusal("Merge of values alone: the value of a latent is part of its key")
     if bool((source & target).any()):
         raise ground.refusal("a token is merged away and merged into at once")
     if bool(((source | target) & ~ground.raw).any()):
@@ -194,6 +196,10 @@ def _check_widths(ground: Ground, edit: Quantize) -> None:
             "allowed are 'channel' or 'token' and 'int' or 'fp8_e4m3'"
         )
     key_shape = (kv.kv_heads, kv.k_dim) if edit.key_axis == "channel" else ground.shape
+    if not isinstance(kv, KV) and (edit.key_axis == "channel" or not _alike(edit.key_bits, edit.value_bits)):
+        raise ground.refusal(
+            "a latent is key and value in one and encoded once: Quantize needs key_bits as value_bits, key_axis 'token'"
+        )
     for name, bits, shape in (("value_bits", edit.value_bits, ground.shape), ("key_bits", edit.key_bits, key_shape)):
         found = [bits] if isinstance(bits, int) else bits.unique().tolist()
         if isinstance(bits, Tensor) and (bits.shape != shape or bits.is_floating_point()):
@@ -204,14 +210,22 @@ def _check_widths(ground: Ground, edit: Quantize) -> None:
         if [edit.key_bits, edit.value_bits] != [8, 8]:
             raise ground.refusal(f"fp8_e4m3 has 8 bits for keys and values, not {edit.key_bits} and {edit.value_bits}")
         return
-    sides = {"value": kv.v_dim} | ({"key": kv.k_dim} if edit.key_axis == "token" else {})
+    sides = {"value": kv.v_dim} if isinstance(kv, KV) else {}
+    sides |= {"key": kv.k_dim} if edit.key_axis == "token" else {}
     for side, dim in sides.items():
         if edit.group is not None and (edit.group < 1 or dim % edit.group):
             raise ground.refusal(f"Quantize.group={edit.group} does not divide the {side} dimension {dim}")
 
 
+def _alike(one: int | Tensor, other: int | Tensor) -> bool:
+    """Whether two widths are the same, token by token."""
+    return bool((torch.as_tensor(one) == torch.as_tensor(other)).all())
+
+
 def _check_low_rank(ground: Ground, edit: LowRank, scope: Tensor) -> None:
     kv = ground.layer.kv
+    if not isinstance(kv, KV):
+        raise ground.refusal("LowRank on a latent, which is a trained low-rank projection already")
     value_groups = edit.value_groups or edit.head_groups
     for field, groups in (("head_groups", edit.head_groups), ("value_groups", value_groups)):
         named = sorted(head for group in groups for head in group)

@@ -89,13 +89,14 @@ def find(source: str | Path) -> Path:
             raise LayoutError(f"{path.parent}: no {CONFIG_FILE} in this folder")
     if path.is_file():
         return path
-    cached = _cached(str(source))
-    if cached is not None:
-        return cached
+    found = cached(str(source))
+    if found is not None:
+        return found
     raise LayoutError(f"{source}: no such file, folder or cached model{_how_to_get(str(source))}")
 
 
-def _cached(repo: str) -> Path | None:
+def cached(repo: str) -> Path | None:
+    """Return the configuration file of a Hugging Face id in the local cache, if it is there."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

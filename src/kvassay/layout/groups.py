@@ -59,6 +59,18 @@ class _Page:
         return self.storage, self.window, self.block_size, self.padding
 
 
+def paged_part(layout: Layout) -> Layout:
+    """Return the layout without compressed entries and what indexes them: what a cache of equal pages can hold.
+
+    Of DeepSeek-V4 that is the windows of raw vectors. Any other layout is returned as it is.
+    """
+    layers = [
+        replace(layer, components=tuple(part for part in layer.components if not isinstance(part.storage, Pooled)))
+        for layer in layout.layers
+    ]
+    return replace(layout, layers=tuple(layers))
+
+
 def plan_groups(layout: Layout, block_size: int = 16, kv_dtype: str | None = None) -> tuple[Group, ...]:
     """Return the groups of a model in vLLM's order, by first layer of each type.
 

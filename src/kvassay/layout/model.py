@@ -31,22 +31,52 @@ class KV:
     v_dim: int
 
     @property
-    def elements(self) -> int:
-        """Stored elements per token."""
-        return self.kv_heads * (self.k_dim + self.v_dim)
-
-
-@dataclass(frozen=True)
-class Latent:
-    """One MLA vector per token, shared by all heads: `dim` latent plus `rope_dim` rotary elements."""
-
-    dim: int
-    rope_dim: int
+    def row(self) -> int:
+        """Stored elements per token and KV head."""
+        return self.k_dim + self.v_dim
 
     @property
     def elements(self) -> int:
         """Stored elements per token."""
+        return self.kv_heads * self.row
+
+
+@dataclass(frozen=True)
+class Latent:
+    """One MLA vector per token, shared by all heads: `dim` latent plus `rope_dim` rotary elements.
+
+    To attention (absorbed) it is one KV head: the whole vector is the key, its first `v_dim` elements are the value.
+    rotary_value: the rotary part is of the value too, so that key and value are one (DeepSeek-V4)
+    """
+
+    dim: int
+    rope_dim: int
+    rotary_value: bool = False
+
+    @property
+    def kv_heads(self) -> int:
+        """One, for all query heads."""
+        return 1
+
+    @property
+    def k_dim(self) -> int:
+        """Elements of the key: all that is stored."""
         return self.dim + self.rope_dim
+
+    @property
+    def v_dim(self) -> int:
+        """Elements of the value: the latent, which is the beginning of the key and not stored again; or all of it."""
+        return self.k_dim if self.rotary_value else self.dim
+
+    @property
+    def row(self) -> int:
+        """Stored elements per token, of its one head."""
+        return self.k_dim
+
+    @property
+    def elements(self) -> int:
+        """Stored elements per token."""
+        return self.row
 
 
 @dataclass(frozen=True)
@@ -74,10 +104,17 @@ class Window:
 
 @dataclass(frozen=True)
 class TopK:
-    """Only `k` units of `unit` tokens are visible per query, chosen by an index."""
+    """Only `k` units of `unit` tokens are visible per query, chosen by an index.
+
+    sets: lists per query; the query heads share them out in order (MiniMax-M3: one list per KV head)
+    first, last: units at the start, and at the end up to the query's own, that are always chosen, inside `k`
+    """
 
     k: int
     unit: int = 1
+    sets: int = 1
+    first: int = 0
+    last: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,10 +127,16 @@ Visibility = All | Window | TopK
 
 @dataclass(frozen=True)
 class IndexKeys:
-    """Keys of a selection index kept beside the cache: `heads` vectors of `dim` per token (or entry)."""
+    """Keys of a selection index kept beside the cache: `heads` vectors of `dim` per token (or entry).
+
+    q_heads: index queries per token that score them; they are not kept
+    weighted: the heads' scores are summed by weights that come with each query (DeepSeek)
+    """
 
     dim: int
     heads: int = 1
+    q_heads: int = 1
+    weighted: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,7 +152,10 @@ class Component:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding of a layer: `dims` of the head dimension rotate; `params` are the HF parameters."""
+    """Rotary embedding of a layer: `dims` of the head dimension rotate; `params` are the HF parameters.
+
+    It says how cached keys are laid out, which may be otherwise than what the projections put out.
+    """
 
     theta: float
     dims: int
@@ -117,6 +163,8 @@ class Rope:
     params: tuple[tuple[str, Any], ...] = ()
     interleaved: bool = False
     """Pairs are neighbours (x0, x1) instead of halves (x0, x[dims / 2])."""
+    first: int = 0
+    """First element that rotates."""
 
 
 @dataclass(frozen=True)
@@ -149,12 +197,22 @@ class Layer:
         return "block_sparse" if isinstance(first.visibility, TopK) else "full"
 
     @property
-    def kv(self) -> KV:
-        """Geometry of the layer's K/V component; `LayoutError` if it has none of its own."""
+    def kv(self) -> KV | Latent:
+        """Geometry of the layer's keys and values by KV head; `LayoutError` if it holds none of its own."""
         for component in self.components:
-            if isinstance(component.storage, KV):
+            if isinstance(component.storage, KV | Latent):
                 return component.storage
         raise LayoutError(f"layer {self.index} ({self.kind}) holds no K/V component of its own")
+
+    @property
+    def index_keys(self) -> IndexKeys | None:
+        """The layer's own selection index, None without one."""
+        return next((component.index for component in self.components if component.index is not None), None)
+
+    @property
+    def topk(self) -> TopK | None:
+        """What an index lets a query read of the layer; None if none restricts it."""
+        return next((part.visibility for part in self.components if isinstance(part.visibility, TopK)), None)
 
     @property
     def window(self) -> int | None:
@@ -217,3 +275,10 @@ class Layout:
         """Return the layer whose cache layer `index` reads: itself, or the one it shares (`cache_of`)."""
         layer = self.layers[index]
         return layer if layer.cache_of is None else self.layers[layer.cache_of]
+
+    def selector(self, index: int) -> Layer | None:
+        """Return the layer whose index selects what layer `index` reads: itself, or the last one before it that has
+        an index (GLM-5.2's shared selections); None where nothing is selected."""
+        if self.layers[index].topk is None:
+            return None
+        return next((layer for layer in reversed(self.layers[: index + 1]) if layer.index_keys is not None), None)

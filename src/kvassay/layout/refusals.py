@@ -33,6 +33,10 @@ STATE_LAYER_TYPES = (
     "hybrid*", "recurrent*", "rwkv*",
 )  # fmt: skip
 
+_KERNELS = (
+    "linear_conv_kernel_dim", "conv_L_cache", "sconv_kernel_size", "conv_kernel_size", "conv_kernel", "mamba_d_conv",
+)  # fmt: skip
+
 _ATTENDING = ("full_attention", "sliding_attention", "attention", "hybrid", "hybrid_sliding")
 
 
@@ -48,7 +52,7 @@ def refuse_state(config: Mapping[str, Any], name: str, model_type: str) -> None:
     raise UnsupportedModel(
         f"{name}: model type '{model_type}' keeps recurrent or convolutional state beside its KV cache "
         f"({sign}); {_pages(total, paging)}; a state-transition adapter would have to snapshot, fork, roll "
-        f"back and count {_state(config, total, paging)}"
+        f"back and count {_state(config, total)}"
     )
 
 
@@ -102,15 +106,43 @@ def _pages(total: int | None, paging: list[int] | None) -> str:
     return f"{len(paging)} of {total} layers would page ({spans(paging)})"
 
 
-def _state(config: Mapping[str, Any], total: int | None, paging: list[int] | None) -> str:
+def _state(config: Mapping[str, Any], total: int | None) -> str:
+    """Return whose state it is, and how large where the keys say so."""
+    layers = state_layers(config)
+    where = "the state of its other layers" if layers is None else f"the state of {len(layers)} of {total} layers"
+    size, kernel = _recurrent_bytes(config), _kernel(config)
+    parts = [f"{size} B each in fp32"] if size else []
+    if size or kernel:  # all published recurrences convolve before they recur
+        parts.append("a convolution window" + (f" (kernel {kernel})" if kernel else ""))
+    return f"{where}: {' and '.join(parts)}" if parts else where
+
+
+def state_layers(config: Mapping[str, Any]) -> list[int] | None:
+    """Return the indices of the layers that keep such state; None where it is not said.
+
+    Not simply those that do not page: a layer may keep both (Inkling), or neither (the experts of Nemotron).
+    """
+    blocks = config.get("layers_block_type") or config.get("layer_types")
+    pattern = config.get("hybrid_override_pattern")
+    linear = config.get("linear_attn_config")
+    if blocks:
+        return [index for index, kind in enumerate(blocks) if _matches(str(kind), STATE_LAYER_TYPES)]
+    if isinstance(pattern, str):
+        return [index for index, mark in enumerate(pattern) if mark == "M"]
+    if isinstance(linear, Mapping) and linear.get("kda_layers"):
+        return [number - 1 for number in linear["kda_layers"]]  # counted from 1 in these files
+    total, paging = paging_layers(config)
     if total is None or paging is None:
-        where = "the state of its other layers"
-    elif len(paging) == total:
-        where = f"the state of all {total} layers"
-    else:
-        where = f"the state of the other layers among {total}"
-    size = _recurrent_bytes(config)
-    return f"{where}, {size} B each in fp32 plus a convolution window" if size else where
+        return None
+    return [index for index in range(total) if index not in paging or len(paging) == total]
+
+
+def _kernel(config: Mapping[str, Any]) -> int | None:
+    """Return the kernel size of the convolutions, in tokens, where a key gives it."""
+    linear = config.get("linear_attn_config")
+    found = [config.get(key) for key in _KERNELS]
+    found.append(linear.get("short_conv_kernel_size") if isinstance(linear, Mapping) else None)
+    return next((size for size in found if isinstance(size, int)), None)
 
 
 def _recurrent_bytes(config: Mapping[str, Any]) -> int | None:

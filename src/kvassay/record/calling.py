@@ -7,6 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from kvassay.errors import RecordError
+
 
 def cache_keyword(module: Any) -> str:
     """Return what `module.forward` calls its cache: `cache` from 5.24 on, before that `past_key_values`."""
@@ -21,6 +26,25 @@ def new_cache(model: Any) -> Any:
     from transformers import DynamicCache
 
     return DynamicCache(config=model.config)
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """Return the decoder layers of a causal language model, or of the text model inside a multimodal one.
+
+    `RecordError` if it keeps no list of them.
+    """
+    layers = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise RecordError(f"{type(model).__name__} keeps no list of decoder layers")
+    return layers
+
+
+def last_rows(tokens: int, last: int) -> Tensor:
+    """Return what to pass as `logits_to_keep` for logits of the `last` of `tokens` tokens.
+
+    A tensor, since at a number models with shared caches (Gemma 4) run the sharing layers for the last tokens alone.
+    """
+    return torch.arange(tokens - last, tokens)
 
 
 @contextmanager

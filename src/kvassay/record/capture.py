@@ -23,31 +23,37 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from kvassay.errors import RecordError
-from kvassay.layout.model import Layer, Layout
+from kvassay.layout.model import KV, Layer, Layout
 from kvassay.record.calling import attention_through
-from kvassay.trace.buckets import bucket_visible
+from kvassay.record.entries import Raw, keeps_raw, split
+from kvassay.record.indexers import IndexRows, chosen_units, visible_units
+from kvassay.record.latent import UpProjection, cached_vectors, latent_of, up_projection
+from kvassay.record.scores import bucket_scores, row_lse
 
 NAME = "kvassay_record"
-KINDS = ("full", "sliding", "shared")
+STORED = ("kv", "kv + index", "latent", "latent + index", "latent, pooled", "latent, pooled + index")
+"""What a layer may keep: storage by storage, index keys named where they go with it."""
 ATTENTION_TAPS = ("output", "lse", "bucket")
 BUCKET = 32
 """Positions per bucket, unless asked otherwise."""
 RELATIVE_SCALE_ERROR = 1e-5
 
 Rows = dict[str, Tensor]
-"""What one layer showed in one forward pass: `k`, `v`, `q` and taps by kind, first axis = tokens."""
+"""What one layer showed in one forward pass: tensors of its shard and taps by kind, first axis = tokens."""
 
 
 def refuse_unreplayable(layout: Layout) -> None:
-    """Raise `RecordError` for a layer whose attention needs more than its own keys, values and queries."""
-    for layer in layout.layers:
-        parts = layer.components
-        kept = [type(part.storage).__name__.lower() + (" + index" if part.index else "") for part in parts]
-        if layer.kind not in KINDS or any(name != "kv" for name in kept):
+    """Raise `RecordError` for a layer that no trace can hold what it takes to replay."""
+    for layer in layout.storing:
+        parts = [(part.storage, " + index" if part.index else "") for part in layer.components]
+        kept = ", ".join(type(storage).__name__.lower() + index for storage, index in parts)
+        if kept not in STORED or (len(parts) > 1 and not keeps_raw(layer)):
             raise RecordError(
-                f"{layout.model_type}: layer {layer.index} ({layer.kind}: {', '.join(kept)}) cannot be replayed "
-                f"from keys, values and queries alone; this recorder takes kinds {', '.join(KINDS)} with plain kv"
+                f"{layout.model_type}: layer {layer.index} ({layer.kind}: {kept}) cannot be replayed from what this "
+                f"recorder takes; it takes layers that store {'; '.join(STORED)}, entries only beside raw vectors"
             )
+        if layer.topk is not None and layout.selector(layer.index) is None:
+            raise RecordError(f"{layout.model_type}: layer {layer.index} reads a selection that no index makes")
 
 
 class Capture:
@@ -64,16 +70,22 @@ class Capture:
         self.layout, self.dtype, self.taps, self.bucket = layout, dtype, taps, bucket
         self.sinks: dict[int, Tensor] = {}
         """Logit of each query head's attention sink, [q_heads] float32, per layer that has sinks."""
+        self._up: dict[int, UpProjection] = {}
+        self._cache: Any = None
+        self._chosen: dict[int, Tensor] = {}
         self._rows: dict[int, Rows] = {}
         self._stream: dict[tuple[int, str], Tensor] = {}
         self._start = 0
         self._tokens = 0
         self._q_skip = 0
 
-    def begin(self, start: int, tokens: int, q_from: int) -> None:
-        """Expect `tokens` rows from position `start`; keep queries and outputs from position `q_from` on."""
+    def begin(self, start: int, tokens: int, q_from: int, cache: Any = None) -> None:
+        """Expect `tokens` rows from position `start`; keep queries and outputs from position `q_from` on.
+
+        cache: the transformers cache that the pass writes; layers that keep latents or index keys are read from it
+        """
         self._rows, self._stream, self._start, self._tokens = {}, {}, start, tokens
-        self._q_skip = min(max(q_from - start, 0), tokens)
+        self._q_skip, self._cache, self._chosen = min(max(q_from - start, 0), tokens), cache, {}
 
     def finish(self) -> dict[int, Rows]:
         """Return each layer's rows; `RecordError` if a layer of the layout was not called."""
@@ -89,6 +101,25 @@ class Capture:
         for (index, kind), states in stream.items():
             rows[index][kind] = states
         return rows
+
+    def add_index(self, index: int, rows: IndexRows) -> None:
+        """Take what layer `index`'s selection is made from."""
+        self._stream[index, "index_keys"] = rows.keys[0].float().cpu().contiguous()
+        of_queries = {"index_queries": rows.queries[0].transpose(0, 1)}
+        if rows.weights is not None:
+            of_queries["index_weights"] = rows.weights[0]
+        for name, tensor in of_queries.items():
+            self._stream[index, name] = tensor[self._q_skip :].float().cpu().contiguous()
+
+    def add_selection(self, layer: Layer, units: Tensor) -> None:
+        """Take what an index chose without telling attention: [n, sets, chosen] units by number, -1 for none."""
+        assert layer.topk is not None
+        chosen = visible_units(units, self._start, layer.topk)
+        self._stream[layer.index, "selection"] = chosen[self._q_skip :].cpu().contiguous()
+
+    def completed(self, ratio: int) -> int:
+        """Entries of `ratio` tokens that this pass completes."""
+        return (self._start + self._tokens) // ratio - self._start // ratio
 
     def add_stream(self, index: int, kind: str, states: Tensor) -> None:
         """Take layer `index`'s tap `kind` of the residual stream, [1, n, hidden_size]."""
@@ -115,22 +146,66 @@ class Capture:
         self._check(layer, query, key, value, scale, arguments)
         if index in self._rows:
             raise RecordError(f"layer {index} called attention twice in one forward pass")
-        new: Rows = {"q": self._stored(query[0], self._q_skip)}
-        if layer.cache_of is None:
-            new["k"] = self._stored(key[0, :, -self._tokens :])
-            new["v"] = self._stored(value[0, :, -self._tokens :])
         wanted = self.taps.get(index, frozenset())
-        if "output" in wanted:
-            new["output"] = self._stored(output[0].transpose(0, 1), self._q_skip)
+        raw = split(layer, key[0], self._start, self._tokens) if keeps_raw(layer) else None
+        if latent_of(layer) is not None:
+            new = self._latent_rows(module, layer, query, weights if "output" in wanted else None)
+        else:
+            new = {"q": self._stored(query[0], self._q_skip)}
+            if raw is not None:
+                new |= self._raw_rows(raw)
+            elif layer.cache_of is None:
+                new["k"] = self._stored(key[0, :, -self._tokens :])
+                new["v"] = self._stored(value[0, :, -self._tokens :])
+            if "output" in wanted:
+                new["output"] = self._stored(output[0].transpose(0, 1), self._q_skip)
+        if layer.topk is not None and raw is None:
+            new |= self._selected(layer, chosen_units(arguments))
         if "lse" in wanted:
             new["lse"] = row_lse(query, key, weights, scale, layer.softcap).transpose(0, 1).cpu()
         if "bucket" in wanted:
             window = self.layout.source(index).window
-            scores = bucket_scores(query[0], key[0], self._start, self.bucket, scale, layer.softcap, window)
+            keys = key[0] if raw is None else raw.window
+            scores = bucket_scores(query[0], keys, self._start, self.bucket, scale, layer.softcap, window)
             new["bucket"] = scores.cpu()
         if layer.sinks:
             self.sinks[index] = arguments["s_aux"].detach().float().cpu()
         self._rows[index] = new
+
+    def _latent_rows(self, module: nn.Module, layer: Layer, query: Tensor, weights: Tensor | None) -> Rows:
+        """The cached vectors, the absorbed queries and, from the attention weights if given, the absorbed output."""
+        up = self._up.setdefault(layer.index, up_projection(module, layer))
+        new = {
+            "latent": self._stored(cached_vectors(self._cache, layer, self._tokens)),
+            "q": self._stored(up.absorb(query[0].float().cpu()), self._q_skip),
+        }
+        if weights is not None:
+            vectors = cached_vectors(self._cache, layer, weights.shape[-1])
+            new["output"] = self._stored(weights[0] @ vectors[..., : layer.kv.v_dim].to(weights.dtype), self._q_skip)
+        return new
+
+    def _raw_rows(self, raw: Raw) -> Rows:
+        """The new vectors of a window, and the entries completed beside it."""
+        new = {"latent": self._stored(raw.window[:, -self._tokens :])}
+        if raw.fresh is not None:
+            new["pooled"] = self._stored(raw.fresh[None])[:, 0]
+        return new
+
+    def _selected(self, layer: Layer, units: Tensor | None) -> Rows:
+        """What a layer that selects adds; nothing for one that reads another's selection, once that is checked."""
+        selector = self.layout.selector(layer.index)
+        if layer is not selector:
+            theirs = None if selector is None else self._chosen.get(selector.index)
+            if theirs is None or units is None or not torch.equal(theirs, units):
+                raise RecordError(
+                    f"layer {layer.index} does not read the selection of "
+                    f"{'any layer' if selector is None else f'layer {selector.index}'}, as the layout says"
+                )
+            return {}
+        assert layer.topk is not None and units is not None
+        self._chosen[layer.index] = units
+        chosen = visible_units(units, self._start, layer.topk)
+        return {"selection": chosen[self._q_skip :].cpu().contiguous()}
 
     def _stored(self, heads_first: Tensor, skip: int = 0) -> Tensor:
         """[heads, n, dim] -> [n - skip, heads, dim] on the CPU in the stored dtype."""
@@ -149,62 +224,24 @@ class Capture:
             "batch size": (query.shape[0], 1),
             "tokens": (query.shape[2], self._tokens),
             "query heads": (query.shape[1], layer.q_heads),
-            "KV heads": (key.shape[1], kv.kv_heads),
-            "key dim": ((query.shape[3], key.shape[3]), (kv.k_dim, kv.k_dim)),
-            "value dim": (value.shape[3], kv.v_dim),
             "window": (given.get("sliding_window"), owner.window),
             "sinks": (given.get("s_aux") is not None, layer.sinks),
             "soft-cap": (given.get("softcap"), layer.softcap),
+            "selection": (chosen_units(given) is not None, layer.topk is not None and not keeps_raw(layer)),
         }
+        if isinstance(kv, KV) or keeps_raw(layer):  # the expanded keys of a latent are nothing that is cached
+            pairs |= {
+                "KV heads": (key.shape[1], kv.kv_heads),
+                "key dim": ((query.shape[3], key.shape[3]), (kv.k_dim, kv.k_dim)),
+                "value dim": (value.shape[3], kv.v_dim),
+            }
         for what, (found, expected) in pairs.items():
             if found != expected:
                 raise RecordError(f"layer {layer.index}: {what} is {found}, the layout says {expected}")
         if abs(scale - layer.scale) > RELATIVE_SCALE_ERROR * abs(layer.scale):
             raise RecordError(f"layer {layer.index}: scale is {scale}, the layout says {layer.scale}")
-        for argument in ("indices", "block_indices", "position_bias"):
-            if given.get(argument) is not None:
-                raise RecordError(f"layer {layer.index}: attention depends on '{argument}', which no trace holds yet")
-
-
-def row_lse(query: Tensor, key: Tensor, weights: Tensor | None, scale: float, softcap: float | None) -> Tensor:
-    """Return log sum exp of each query row's visible scores, sink included, [q_heads, n] float32.
-
-    From the attention weights w = exp(s - lse): at a row's largest weight, lse = s - log w. So whatever mask
-    or sink the model applied is in it, and only one dot product per row is needed.
-    """
-    if weights is None:
-        raise RecordError("the model's eager attention returns no weights: the tap 'lse' cannot be recorded")
-    top = weights[0].max(dim=-1)
-    heads = torch.arange(query.shape[1], device=query.device) // (query.shape[1] // key.shape[1])
-    best = key[0][heads[:, None], top.indices]
-    score = (query[0].float() * best.float()).sum(-1) * scale
-    if softcap is not None:
-        score = torch.tanh(score / softcap) * softcap
-    return score - top.values.float().log()
-
-
-def bucket_scores(
-    query: Tensor, key: Tensor, first: int, size: int, scale: float, softcap: float | None, window: int | None
-) -> Tensor:
-    """Scores of each query against the keys of its own bucket of `size` positions: [n, q_heads, size] float32.
-
-    query [q_heads, n, k_dim] are those of positions `first`, `first` + 1, ...; key [kv_heads, seen, k_dim] ends
-    with the same positions. Scaled and soft-capped as in the softmax; -inf where a query does not see the key.
-    """
-    n, seen = query.shape[1], key.shape[1]
-    oldest = first + n - seen
-    heads = torch.arange(query.shape[0], device=query.device) // (query.shape[0] // key.shape[0])
-    scores = torch.full((n, query.shape[0], size), -torch.inf, device=query.device)
-    for base in range(first // size * size, first + n, size):
-        rows = slice(max(base, first) - first, min(base + size, first + n) - first)
-        low, high = max(base, oldest), min(base + size, first + n)
-        keys = key[heads, low - oldest : high - oldest].float()
-        part = torch.matmul(query[:, rows].float(), keys.transpose(1, 2)) * scale
-        scores[rows, :, low - base : high - base] = part.transpose(0, 1)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    visible = torch.from_numpy(bucket_visible(first, n, size, window)).to(scores.device)
-    return scores.masked_fill(~visible[:, None], -torch.inf)
+        if given.get("position_bias") is not None:
+            raise RecordError(f"layer {layer.index}: attention depends on 'position_bias', which no trace holds yet")
 
 
 _ACTIVE: ContextVar[Capture | None] = ContextVar("kvassay_capture", default=None)

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvassay.errors import ModelError, did_you_mean
-from kvassay.layout.config import from_config
+from kvassay.layout.config import CONFIG_FILE, cached, from_config
 from kvassay.layout.model import Layout
 from kvassay.record.hashing import files_sha256, tokenizer_sha256
 from kvassay.record.models import CATALOGUE, MANIFEST, is_fetched, model_dir
 from kvassay.record.quiet import quiet_transformers
+from kvassay.record.shards import check_shards
 
 if TYPE_CHECKING:
     import torch
@@ -65,14 +66,35 @@ def load(name_or_path: str | Path, device: str = "cpu", dtype: torch.dtype | str
     `device` is `cpu`, `cuda` or `cuda:N`. Raises `ModelError`, on one line and saying what to do, if the
     model is not fetched, cannot be had or is unknown, and `UnsupportedModel` if its cache has no layout.
     """
-    import transformers
-
     where = torch_device(device)
     wanted = _torch_dtype(dtype)
     files = describe(name_or_path)
     with _reading(files.name, files.source), quiet_transformers():
-        model = transformers.AutoModelForCausalLM.from_pretrained(files.place, config=files.config, dtype=wanted)
+        if files.source != "hub":  # the hub's client checks what it downloads
+            check_shards(Path(files.place))
+        model, found = _auto_class(files.config).from_pretrained(
+            files.place, config=files.config, dtype=wanted, ignore_mismatched_sizes=True, output_loading_info=True
+        )
+    _refuse_drawn(files.name, found)
     return LoadedModel(model.eval().to(where), files.tokenizer, files.layout, files.identity())
+
+
+def _auto_class(config: Any) -> Any:
+    """The loader that knows this configuration: some text models exist only inside a multimodal one (Step 3.7)."""
+    import transformers
+
+    causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    known = causal or type(config) not in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return transformers.AutoModelForCausalLM if known else transformers.AutoModelForImageTextToText
+
+
+def _refuse_drawn(name: str, found: Mapping[str, Any]) -> None:
+    """Raise `ModelError` if transformers drew weights at random because the files lack them or have another shape."""
+    wrong = [f"'{key}' is {list(given)}, the model needs {list(own)}" for key, given, own in found["mismatched_keys"]]
+    lacking = [f"'{key}' is missing" for key in sorted(found["missing_keys"])]
+    if problems := [*sorted(wrong), *lacking]:
+        more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise ModelError(f"{name}: its weights do not fit its config: {problems[0]}{more}")
 
 
 @dataclass(frozen=True)
@@ -100,18 +122,34 @@ def describe(name_or_path: str | Path) -> ModelFiles:
     name = str(name_or_path)
     source, place = locate(name)
     with _reading(name, source), quiet_transformers():
-        config = transformers.AutoConfig.from_pretrained(place)
-        layout = from_config(config)
+        with _in_our_words(source, place):
+            config = transformers.AutoConfig.from_pretrained(place)
+            layout = from_config(config)
         tokenizer = transformers.AutoTokenizer.from_pretrained(place)
     return ModelFiles(name, source, place, config, tokenizer, layout)
 
 
 @contextmanager
 def _reading(name: str, source: str) -> Iterator[None]:
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, StrictDataclassError, SafetensorError) as error:
         raise ModelError(_why(name, source, error)) from error
+
+
+@contextmanager
+def _in_our_words(source: str, place: str) -> Iterator[None]:
+    """Where a configuration cannot be read, let our own reader say why: it names the file and the key."""
+    try:
+        yield
+    except Exception:
+        file = cached(place) if source == "hub" else Path(place) / CONFIG_FILE
+        if file is not None:
+            from_config(file)
+        raise
 
 
 def locate(name: str) -> tuple[str, str]:
@@ -122,7 +160,7 @@ def locate(name: str) -> tuple[str, str]:
         return "embedded", str(model_dir(name))
     path = Path(name).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not (path / CONFIG_FILE).is_file():
             raise ModelError(f"{path}: no config.json; a model folder holds config.json, weights and tokenizer")
         return "folder", str(path)
     near = did_you_mean(name, CATALOGUE)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from kvassay.errors import RecordError
-from kvassay.layout.model import Layout
+from kvassay.record.calling import decoder_layers
 from kvassay.record.capture import Capture
 
 STREAM_TAPS = ("hidden", "layer_input")
@@ -25,7 +25,7 @@ def stream_taps(model: nn.Module, capture: Capture, wanted: Mapping[int, frozens
     kinds = {index: kinds & frozenset(STREAM_TAPS) for index, kinds in wanted.items()}
     handles = []
     try:
-        for index, layer in enumerate(decoder_layers(model, capture.layout) if any(kinds.values()) else ()):
+        for index, layer in enumerate(decoder_layers(model) if any(kinds.values()) else ()):
             for kind in kinds.get(index, ()):
                 module = layer if kind == "hidden" else _attention_of(layer, index)
                 hook = _hook(capture, index, kind)
@@ -34,18 +34,6 @@ def stream_taps(model: nn.Module, capture: Capture, wanted: Mapping[int, frozens
     finally:
         for handle in handles:
             handle.remove()
-
-
-def decoder_layers(model: nn.Module, layout: Layout) -> nn.ModuleList:
-    """Return the model's list of decoder layers, found by its name and length."""
-    for name, module in model.named_modules():
-        if (
-            isinstance(module, nn.ModuleList)
-            and name.split(".")[-1] in ("layers", "h", "blocks")
-            and len(module) == len(layout.layers)
-        ):
-            return module
-    raise RecordError(f"{layout.model_type}: no list of {len(layout.layers)} decoder layers to tap")
 
 
 def _attention_of(layer: nn.Module, index: int) -> nn.Module:

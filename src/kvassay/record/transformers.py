@@ -19,12 +19,15 @@ from kvassay.errors import RecordError
 from kvassay.record.blocks import block_tables
 from kvassay.record.calling import cache_keyword, new_cache
 from kvassay.record.capture import ATTENTION_TAPS, BUCKET, Capture, Rows, recording, refuse_unreplayable
+from kvassay.record.entries import entry_taps
+from kvassay.record.indexers import index_taps
 from kvassay.record.load import LoadedModel, load
 from kvassay.record.options import RecordOptions, make_header
 from kvassay.record.quiet import quiet_transformers
 from kvassay.record.taps import STREAM_TAPS, stream_taps
 from kvassay.trace.reader import Trace
 from kvassay.trace.schema import PREFIX, TraceHeader, branch_name
+from kvassay.trace.shapes import LAYER_TENSORS
 from kvassay.trace.writer import SegmentWriter, TraceWriter
 from kvassay.workload.framing import frame
 from kvassay.workload.registry import rebuild
@@ -88,6 +91,8 @@ class _Recording:
             torch.inference_mode(),
             recording(self.model, self.capture),
             stream_taps(self.model, self.capture, self.taps),
+            index_taps(self.model, self.capture.add_index),
+            entry_taps(self.model, self.capture),
         ):
             cache = new_cache(self.model)
             self._segment(PREFIX, self.sample.context_ids, 0, cache, want_logits=False)
@@ -102,7 +107,7 @@ class _Recording:
         segment = self.writer.segment(name)
         segment.append_tokens(list(ids))
         for first, chunk in _chunks(ids, self.header.prefill_chunk):
-            self.capture.begin(start + first, len(chunk), self.header.q_from)
+            self.capture.begin(start + first, len(chunk), self.header.q_from, cache)
             logits = self._forward(chunk, cache, want_logits)
             self._write(segment, self.capture.finish())
             if logits is not None:
@@ -126,7 +131,7 @@ class _Recording:
 
     def _write(self, segment: SegmentWriter, layers: dict[int, Rows]) -> None:
         for index, rows in layers.items():
-            for name in ("k", "v", "q"):
+            for name in LAYER_TENSORS:
                 if name in rows and len(rows[name]):
                     segment.append(index, name, rows[name])
         for tap in self.header.taps:

@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from kvassay.errors import TraceError, did_you_mean
-from kvassay.layout.groups import plan_groups
+from kvassay.layout.groups import paged_part, plan_groups
 from kvassay.trace.events import NULL_BLOCK, Event, EventKind, read_events, replay, write_events
 from kvassay.trace.files import os_errors, sha256_file, sync
 from kvassay.trace.schema import PREFIX, Record, Sha256, TraceHeader, explain
@@ -256,7 +256,7 @@ def reblock(header: TraceHeader, block_size: int, name: str | None = None) -> tu
         raise TraceError(f"block size {block_size}: at least 1")
     groups = tuple(
         GroupTable(index=g.index, layers=g.layers, block_size=g.block_size, window=g.window)
-        for g in plan_groups(header.layout, block_size)
+        for g in plan_groups(paged_part(header.layout), block_size)
     )
     events = tuple(_contiguous(header, groups))
     tables = replay(events, {group.index: group.block_size for group in groups})

@@ -67,6 +67,11 @@ def header_of(specs: Mapping[str, TensorSpec]) -> bytes:
     return len(body).to_bytes(8, "little") + body
 
 
+def shard_bytes(specs: Mapping[str, TensorSpec]) -> int:
+    """Size of a shard file."""
+    return len(header_of(specs)) + sum(spec.nbytes for spec in specs.values())
+
+
 class ShardFile:
     """A shard being written: full size on disk from the start, rows of each tensor filled in order."""
 
@@ -77,14 +82,14 @@ class ShardFile:
         self.rows = dict.fromkeys(specs, 0)
         head = header_of(specs)
         self._starts: dict[str, int] = {}
-        size = len(head)
+        start = len(head)
         for name, spec in specs.items():
-            self._starts[name] = size
-            size += spec.nbytes
+            self._starts[name] = start
+            start += spec.nbytes
         path.parent.mkdir(exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            _reserve(descriptor, size)
+            _reserve(descriptor, shard_bytes(specs))
             _write_all(descriptor, head, 0)
         finally:
             os.close(descriptor)
@@ -141,8 +146,7 @@ def check_shard(path: Path, specs: Mapping[str, TensorSpec]) -> None:
 
 
 def _check_header(path: Path, specs: Mapping[str, TensorSpec]) -> None:
-    expected = header_of(specs)
-    size = len(expected) + sum(spec.nbytes for spec in specs.values())
+    expected, size = header_of(specs), shard_bytes(specs)
     with path.open("rb") as file:
         if file.read(len(expected)) != expected:
             raise TraceError(f"{path}: {_header_fault(path, specs)}")

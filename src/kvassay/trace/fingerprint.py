@@ -22,6 +22,7 @@ from kvassay.errors import TraceError
 from kvassay.trace.files import os_errors
 from kvassay.trace.reader import Branch, Segment, Trace
 from kvassay.trace.schema import PREFIX, TraceHeader, explain
+from kvassay.trace.shapes import SELECTION
 
 VERSION = 1
 PROJECTIONS = 4
@@ -95,7 +96,8 @@ def _layer_tensors(trace: Trace) -> dict[str, dict[str, list[torch.Tensor]]]:
         if not file.startswith("layer_"):
             continue
         tensors = found.setdefault(f"{segment if segment == PREFIX else 'branches'}/{file}", {})
-        for name in specs:
+        # A near tie lets two machines select apart; what a selection re-derives from is here.
+        for name in (name for name in specs if name != SELECTION):
             tensors.setdefault(name, []).append(trace.tensor(path, name))
     return found
 

@@ -19,13 +19,22 @@ import torch
 from pydantic import JsonValue, ValidationError
 
 from kvassay.errors import EvidenceMissing, TraceError, did_you_mean
-from kvassay.layout.model import Layer, Layout
+from kvassay.layout.model import Latent, Layer, Layout
 from kvassay.trace.blocks import RECORDED, Overlay, load_overlay, overlay_names, save_overlay
 from kvassay.trace.blocks import reblock as plan_overlay
 from kvassay.trace.events import Event
 from kvassay.trace.files import check_shard, map_shard, os_errors
 from kvassay.trace.schema import HEADER_FILE, PREFIX, SCHEMA_VERSION, BranchEntry, TraceHeader, explain
-from kvassay.trace.shapes import Shards, expected_shards, layer_shard, owner, segment_start, tap_shard
+from kvassay.trace.shapes import (
+    CACHED,
+    SELECTION,
+    Shards,
+    expected_shards,
+    layer_shard,
+    owner,
+    segment_start,
+    tap_shard,
+)
 
 
 class TopLogits(NamedTuple):
@@ -51,25 +60,48 @@ class Segment:
         """Number of tokens."""
 
     @property
+    def layout(self) -> Layout:
+        """The recorded model's cache layout."""
+        return self._trace.layout
+
+    @property
     def token_ids(self) -> torch.Tensor:
         """int32 [tokens]."""
         return self._trace.tensor(f"{self.name}/tokens.safetensors", "ids")
 
     def k(self, layer: int) -> torch.Tensor:
-        """Keys as cached, after norm and RoPE, [tokens, kv_heads, k_dim]; of the owner if the layer has `cache_of`."""
-        return self.cache(layer, "k")
+        """Keys as cached, after norm and RoPE, [tokens, kv_heads, k_dim]; of the owner if the layer has `cache_of`.
+
+        Of a latent layer the whole cached vectors, one head.
+        """
+        return self.cache(layer, "latent" if self._latent(layer) else "k")
 
     def v(self, layer: int) -> torch.Tensor:
-        """Values as cached, [tokens, kv_heads, v_dim]; of the owner if the layer has `cache_of`."""
-        return self.cache(layer, "v")
+        """Values as cached, [tokens, kv_heads, v_dim]; of the owner if the layer has `cache_of`.
+
+        Of a latent layer the beginning of its keys, a view.
+        """
+        latent = self._latent(layer)
+        return self.cache(layer, "latent")[..., : latent.v_dim] if latent else self.cache(layer, "v")
+
+    def _latent(self, layer: int) -> Latent | None:
+        parts = owner(self._trace.layout, self._trace.layer(layer)).components
+        return next((part.storage for part in parts if isinstance(part.storage, Latent)), None)
 
     def cache(self, layer: int, name: str) -> torch.Tensor:
-        """Any cached tensor: "k", "v", "latent", "rope", "pooled", "index_k"; EvidenceMissing if it keeps none such."""
+        """Any cached tensor: "k", "v", "latent", "pooled", "index_keys"; EvidenceMissing if it keeps none such.
+
+        Index keys are float32 [tokens, dim] (or [entries, dim]), post-norm and post-RoPE, as the model caches them.
+        """
         source = owner(self._trace.layout, self._trace.layer(layer))
         path = layer_shard(self.name, source.index)
-        if name == "q" or name not in self._trace.shapes.get(path, {}):
+        if name not in CACHED or name not in self._trace.shapes.get(path, {}):
             raise EvidenceMissing(f"{self._trace.path}: layer {layer} ({source.kind}) keeps no '{name}'")
         return self._trace.tensor(path, name)
+
+    def holds(self, layer: int, name: str) -> bool:
+        """Whether there is any row of a layer's tensor here: a short segment may complete no compressed entry."""
+        return name in self._trace.shapes.get(layer_shard(self.name, layer), {})
 
     @property
     def q_start(self) -> int:
@@ -81,14 +113,37 @@ class Segment:
 
         EvidenceMissing if none is stored, or `first` lies before `q_start`.
         """
-        path = layer_shard(self.name, self._trace.layer(layer).index)
+        return self._of_queries(self._trace.layer(layer).index, "q", first)
+
+    def selection(self, layer: int, first: int | None = None) -> torch.Tensor | None:
+        """What the index let each recorded query read, int32 [rows, sets, k], rows as of `q`: units (`TopK.unit`) by
+        number, -1 for none. Of the layer that selected, where `layer` reads its choice; None where nothing is selected.
+
+        EvidenceMissing as for `q`.
+        """
+        selector = self._trace.layout.selector(self._trace.layer(layer).index)
+        return None if selector is None else self._of_queries(selector.index, SELECTION, first)
+
+    def index_queries(self, layer: int) -> torch.Tensor:
+        """Index queries of the recorded queries, float32 [rows, index_heads, dim]; EvidenceMissing without an index."""
+        return self._of_queries(layer, "index_queries", None)
+
+    def index_weights(self, layer: int) -> torch.Tensor:
+        """Weight of each index head, as projected, float32 [rows, index_heads]; EvidenceMissing if there are none."""
+        return self._of_queries(layer, "index_weights", None)
+
+    def _of_queries(self, layer: int, name: str, first: int | None) -> torch.Tensor:
+        path = layer_shard(self.name, layer)
         wanted = self.start if first is None else first
-        if "q" not in self._trace.shapes.get(path, {}) or (first is not None and first < self.q_start):
+        stored = self._trace.shapes.get(path, {})
+        if "q" in stored and name not in stored:
+            raise EvidenceMissing(f"{self._trace.path}: layer {layer} has no index that makes '{name}'")
+        if name not in stored or (first is not None and first < self.q_start):
             raise EvidenceMissing(
                 f"{self._trace.path}: queries of {self.name} are stored from position {self.q_start} on, {wanted} was "
                 f"asked; record with q_from={wanted} to have them"
             )
-        rows = self._trace.tensor(path, "q")
+        rows = self._trace.tensor(path, name)
         return rows if first is None else rows[first - self.q_start :]
 
     def tap(self, name: str) -> torch.Tensor:

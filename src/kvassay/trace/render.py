@@ -10,6 +10,7 @@ from rich.table import Table
 
 from kvassay.trace.reader import Trace
 from kvassay.trace.schema import TraceHeader
+from kvassay.trace.shapes import layer_shard
 
 Facts = dict[str, Any]
 
@@ -37,12 +38,16 @@ def summary(trace: Trace) -> Facts:
 
 
 def bytes_by_kind(trace: Trace) -> dict[str, int]:
-    """Bytes of tensor data by what they are: `k`, `v`, `q`, `tokens`, `taps`, `logits`, ..."""
+    """Bytes of tensor data by what they are: `k`, `v`, `q`, `tokens`, `taps`, `logits`, ...; `sliding` are vectors of
+    windows that are key and value in one."""
+    windows = {layer_shard("", layer.index) for layer in trace.layout.layers if layer.window is not None}
     found: Counter[str] = Counter()
     for path, specs in trace.shapes.items():
         file = path.split("/")[1].removesuffix(".safetensors")
         for name, spec in specs.items():
             kind = name if file.startswith("layer_") else "taps" if file.startswith("tap_") else file
+            if kind == "latent" and path[path.index("/") :] in windows:
+                kind = "sliding"
             found[kind] += spec.nbytes
     return dict(found)
 
@@ -58,6 +63,10 @@ def evidence(header: TraceHeader) -> dict[str, str]:
             found["part"] += f"; KV heads {', '.join(map(str, part.kv_heads))}"
     if logits is not None:
         found["logits"] = "full, branches" if logits.kind == "full" else f"top {logits.k}, branches"
+    indexed = [layer for layer in header.layout.layers if layer.index_keys is not None and layer.topk is not None]
+    if indexed:
+        most = max(layer.topk.k for layer in indexed if layer.topk is not None)
+        found["selections"] = f"top {most} by the index of layers {', '.join(str(layer.index) for layer in indexed)}"
     taps: dict[str, list[int]] = {}
     for tap in header.taps:
         taps.setdefault(tap.kind, []).append(tap.layer)

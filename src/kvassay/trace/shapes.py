@@ -1,8 +1,13 @@
 """Which shards a trace has and what tensors each holds: one function for writer, reader and verification.
 
-Per layer and token: `k`, `v` for K/V storage; `latent`, `rope` for MLA; `index_k` for index keys; `pooled` one
-row per completed entry; and `q`. Queries of a latent layer are stored absorbed, [q_heads, dim + rope_dim], so
-that a score is one dot product with [latent | rope]. A layer with `cache_of` stores only `q`.
+Per layer and token: `k`, `v` for K/V storage; `latent` for MLA, the vector as cached, [latent | rotary part], which
+is key and, in its beginning, value; `pooled` one row per completed entry; and `q`. Queries of a latent layer are
+stored absorbed, [q_heads, dim + rope_dim], so that a score is one dot product with the cached vector. A layer with
+`cache_of` stores only `q`.
+
+A layer with a selection index also has `index_keys` per token (or entry) and, for every recorded query,
+`index_queries`, `index_weights` (of weighted heads) and the `selection` the model made of them: units by number, -1
+where fewer than k are visible. Layers that read another's selection have none of these.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from kvassay.errors import TraceError
+from kvassay.errors import LayoutError, TraceError
 from kvassay.layout.model import KV, Component, Latent, Layer, Layout, Pooled
 from kvassay.trace.schema import PREFIX, LogitsSpec, Tap, TraceHeader
 
@@ -19,6 +24,14 @@ ELEMENT_BYTES = {"F32": 4, "F16": 2, "I32": 4}
 FLOAT_CODE = {"float32": "F32", "float16": "F16"}
 SCORES = ("lse", "bucket")
 """Taps that hold logarithms of attention: float32 in every trace."""
+CACHED = ("k", "v", "latent", "pooled", "index_keys")
+"""Tensors of a layer's shard that the model's cache holds."""
+SELECTION = "selection"
+"""What the model's index chose, int32 [queries, sets, k]."""
+INDEX = ("index_keys", "index_queries", "index_weights")
+"""What a selection re-derives from: float32 in every trace, for the choice is between scores that are close."""
+LAYER_TENSORS = (*dict.fromkeys((*CACHED, "q", *INDEX, SELECTION)),)
+"""Everything that a layer's shard may hold."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +79,9 @@ def segment_shards(header: TraceHeader, segment: str) -> Shards:
     shards: Shards = {f"{segment}/tokens.safetensors": {"ids": TensorSpec("I32", (tokens,))}}
     q_rows = start + tokens - max(start, header.q_from)
     for layer in header.layout.layers:
-        specs = {name: TensorSpec(code, shape) for name, shape in _cache_shapes(layer, start, tokens).items()}
-        specs["q"] = TensorSpec(code, (q_rows, layer.q_heads, query_dim(header.layout, layer)))
+        shapes = _cache_shapes(layer, start, tokens) | _index_shapes(layer, q_rows)
+        shapes["q"] = (q_rows, layer.q_heads, query_dim(header.layout, layer))
+        specs = {name: TensorSpec(_code(name, code), shape) for name, shape in shapes.items()}
         shards[layer_shard(segment, layer.index)] = specs
     for tap in header.taps:
         rows = start + tokens - max(start, tap.first)
@@ -95,22 +109,26 @@ def owner(layout: Layout, layer: Layer) -> Layer:
 
 def query_dim(layout: Layout, layer: Layer) -> int:
     """Elements of one stored query head."""
-    for component in owner(layout, layer).components:
-        if isinstance(component.storage, KV):
-            return component.storage.k_dim
-        if isinstance(component.storage, Latent):
-            return component.storage.dim + component.storage.rope_dim
-    raise TraceError(f"layer {layer.index} ({layer.kind}) keeps neither K/V nor a latent: queries have no shape")
+    return _heads(layout, layer, "queries").k_dim
 
 
 def value_dim(layout: Layout, layer: Layer) -> int:
     """Elements of one attention output head (a latent layer's output is absorbed: `dim`)."""
-    for component in owner(layout, layer).components:
-        if isinstance(component.storage, KV):
-            return component.storage.v_dim
-        if isinstance(component.storage, Latent):
-            return component.storage.dim
-    raise TraceError(f"layer {layer.index} ({layer.kind}) keeps neither K/V nor a latent: outputs have no shape")
+    return _heads(layout, layer, "outputs").v_dim
+
+
+def _heads(layout: Layout, layer: Layer, what: str) -> KV | Latent:
+    try:
+        return owner(layout, layer).kv
+    except LayoutError:
+        raise TraceError(
+            f"layer {layer.index} ({layer.kind}) keeps neither K/V nor a latent: {what} have no shape"
+        ) from None
+
+
+def _code(name: str, code: str) -> str:
+    """The dtype of a layer's tensor in a trace whose elements are `code`."""
+    return "I32" if name == SELECTION else "F32" if name in INDEX else code
 
 
 def tap_row(layout: Layout, tap: Tap) -> tuple[int, ...]:
@@ -147,13 +165,26 @@ def _component_shapes(component: Component, start: int, tokens: int) -> dict[str
             "v": (tokens, storage.kv_heads, storage.v_dim),
         }
     elif isinstance(storage, Latent):
-        shapes = {"latent": (tokens, storage.dim), "rope": (tokens, storage.rope_dim)}
+        shapes = {"latent": (tokens, 1, storage.row)}
     else:
         rows = _entries(storage, start, tokens)
         shapes = {"pooled": (rows, storage.dim)}
     if component.index is not None:
-        shapes["index_k"] = (rows, component.index.heads, component.index.dim)
+        shapes["index_keys"] = (rows, component.index.heads * component.index.dim)
     return shapes
+
+
+def _index_shapes(layer: Layer, queries: int) -> dict[str, tuple[int, ...]]:
+    """What is kept of each recorded query's selection, in a layer that makes one."""
+    index, top = layer.index_keys, layer.topk
+    if index is None or top is None:
+        return {}
+    weights = {"index_weights": (queries, index.q_heads)} if index.weighted else {}
+    return {
+        "index_queries": (queries, index.q_heads, index.dim),
+        **weights,
+        SELECTION: (queries, top.sets, top.k),
+    }
 
 
 def _entries(storage: Pooled, start: int, tokens: int) -> int:

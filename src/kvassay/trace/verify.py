@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +21,8 @@ CHUNK_ELEMENTS = 1 << 22
 """Elements looked at together when searching for values that are not finite."""
 
 Advance = Callable[[int], None]
+Proof = Callable[[Trace], Iterable[str]]
+"""Yields one line per fault, each naming its file."""
 
 
 @dataclass
@@ -45,9 +47,10 @@ class Report:
         return not self.problems
 
 
-def verify(path: str | Path, advance: Advance | None = None) -> Report:
+def verify(path: str | Path, advance: Advance | None = None, proofs: Sequence[Proof] = ()) -> Report:
     """Check a trace to the last byte; `advance(bytes)` is called as shards are read.
 
+    proofs: what more is to be shown of a trace whose shards are sound
     What `Trace.open` refuses is raised as TraceError; everything after that is collected in the report.
     """
     trace = Trace.open(path)
@@ -58,6 +61,8 @@ def verify(path: str | Path, advance: Advance | None = None) -> Report:
         if found != entry.sha256:
             report.problems.append(f"{trace.path / name}: sha256 is {found}, {HEADER_FILE} says {entry.sha256}")
         report.problems.extend(f"{trace.path / name}: {fault}" for fault in _value_faults(trace, name))
+    for proof in proofs if report.ok else ():
+        report.problems.extend(proof(trace))
     _verify_overlays(trace, report)
     report.problems.extend(f"{path}: not part of the trace" for path in _strangers(trace))
     return report

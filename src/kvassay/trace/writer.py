@@ -15,7 +15,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,9 +27,9 @@ from pydantic import ValidationError
 from kvassay.errors import TraceError, did_you_mean
 from kvassay.trace.blocks import Overlay, save_overlay
 from kvassay.trace.events import Event
-from kvassay.trace.files import ShardFile, os_errors, sha256_file, sync
+from kvassay.trace.files import ShardFile, free_bytes, os_errors, sha256_file, shard_bytes, sync
 from kvassay.trace.schema import HEADER_FILE, BranchEntry, LogitsSpec, ShardEntry, TraceHeader, branch_name, explain
-from kvassay.trace.shapes import layer_shard, segment_shards, tap_shard
+from kvassay.trace.shapes import expected_shards, layer_shard, segment_shards, tap_shard
 
 TORCH_DTYPE = {"F32": torch.float32, "F16": torch.float16, "I32": torch.int32}
 
@@ -112,7 +112,7 @@ def _stored(rows: torch.Tensor, code: str, where: str) -> np.ndarray[Any, Any]:
 class TraceWriter:
     """Context manager that yields itself; see the module docstring.
 
-    TraceError: the path exists (unless `overwrite=True`, and then only if it is a trace), the disk is full, the
+    TraceError: the path exists (unless `overwrite=True`, and then only if it is a trace), the disk is too small, the
     folder is read-only, a row has the wrong shape or dtype, or at the end some rows are missing.
     """
 
@@ -123,13 +123,17 @@ class TraceWriter:
         self._root = self.path.parent / f".{self.path.name}.partial-{secrets.token_hex(6)}"
         self._segments: dict[str, SegmentWriter] = {}
         self._overlays: list[tuple[Overlay, tuple[Event, ...]]] = []
+        self._made: list[Path] = []
+        """Folders above the trace that were not there, innermost first."""
 
     def __enter__(self) -> TraceWriter:
         if header_shards := self.header.shards:
             raise TraceError(f"{self.path}: a header to write lists no shards yet, this one has {len(header_shards)}")
         self._check_target()
+        self._check_room()
         try:
             with os_errors(self.path, "create"):
+                self._made = [folder for folder in self.path.parents if not folder.exists()]
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._root.mkdir()
                 for name in self.header.segment_names:
@@ -204,6 +208,15 @@ class TraceWriter:
         if self.path.is_symlink() or not (self.path / HEADER_FILE).is_file():
             raise TraceError(f"{self.path}: exists and is not a trace folder; it is left alone")
 
+    def _check_room(self) -> None:
+        needed = sum(shard_bytes(specs) for specs in expected_shards(self.header).values())
+        free = free_bytes(self.path)
+        if isinstance(free, int) and needed > free:
+            raise TraceError(
+                f"{self.path}: the trace needs {needed} bytes and {free} are free there, so nothing was written; "
+                "dtype float16 halves it, fewer queries, taps and logits shorten it"
+            )
+
     @contextmanager
     def _making_room(self) -> Iterator[None]:
         self._check_target()
@@ -221,3 +234,6 @@ class TraceWriter:
 
     def _discard(self) -> None:
         shutil.rmtree(self._root, ignore_errors=True)
+        with suppress(OSError):  # those that hold anything stay
+            for folder in self._made:
+                folder.rmdir()

@@ -9,7 +9,7 @@ import torch
 from kvassay.errors import RecordError
 from kvassay.layout.config import from_config
 from kvassay.record.vllm.engine import layer_index
-from kvassay.record.vllm.refusals import check_engine, check_layer, check_version
+from kvassay.record.vllm.refusals import check_engine, check_layer, check_layout, check_version
 from tests.record import tiny
 
 
@@ -91,3 +91,14 @@ def test_layer_names() -> None:
     for name in ("model.norm", "model.layers.7.experts.3"):
         with pytest.raises(RecordError, match="does not say which layer"):
             layer_index(name)
+
+
+@pytest.mark.parametrize("name", ["mistral-small-4", "glm-5.2", "minimax-m3", "deepseek-v4-flash"])
+def test_models_that_keep_more_than_keys_and_values_are_refused(name: str) -> None:
+    with pytest.raises(RecordError, match=r"layer \d+ .* keeps more than keys and values, or reads a selection"):
+        check_layout(from_config(name))
+
+
+def test_models_that_keep_keys_and_values_are_not() -> None:
+    for name in ("gemma-3-270m", "gpt-oss-20b", "smollm2-135m"):
+        check_layout(from_config(name))

@@ -6,6 +6,8 @@ index keys and read only `index_topk` tokens; every token stays in the cache.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvassay.errors import UnsupportedModel
 from kvassay.layout.families.base import FULL, Family, agreeing, layer_types, rope, trim, yarn_scale
 from kvassay.layout.model import All, Component, IndexKeys, Latent, Layer, TopK
@@ -16,13 +18,15 @@ _INDEXER = {"F": "full", "S": "shared"}
 
 
 def _mla_layer(raw: Raw, index: int, component: Component) -> Layer:
-    rotary = raw.integer("qk_rope_head_dim")
+    latent, rotary = raw.integer("kv_lora_rank"), raw.integer("qk_rope_head_dim")
+    # Neighbours rotate, but what comes out, and is cached, has the pairs' first elements first (halves).
+    position = replace(rope(raw, rotary, whole=True), first=latent)
     return Layer(
         index=index,
         q_heads=raw.integer("num_attention_heads"),
         components=(component,),
         scale=yarn_scale(raw, raw.integer("qk_nope_head_dim") + rotary),
-        rope=rope(raw, rotary, whole=True, interleaved=raw.flag("rope_interleave", True)),
+        rope=position,
     )
 
 
@@ -71,7 +75,8 @@ def _indexed(raw: Raw, modes: list[str]) -> tuple[Layer, ...]:
     if unknown or modes[0] != "full":
         wrong = unknown[0] if unknown else f"{modes[0]} on layer 0"
         raise UnsupportedModel(f"{raw.name}: indexer type '{wrong}' (allowed: full, shared; layer 0 must be full)")
-    keys, top = IndexKeys(raw.integer("index_head_dim")), TopK(raw.integer("index_topk"))
+    keys = IndexKeys(raw.integer("index_head_dim"), q_heads=raw.integer("index_n_heads"), weighted=True)
+    top = TopK(raw.integer("index_topk"))
     return tuple(
         _mla_layer(raw, index, Component(_latent(raw), top, keys if mode == "full" else None))
         for index, mode in enumerate(modes)

@@ -40,7 +40,7 @@ def _v4_types(raw: Raw) -> list[str]:
 def _v4_layer(raw: Raw, index: int, kind: str) -> Layer:
     dim = raw.integer("head_dim")
     rotary = _v4_rope_dim(raw, dim)
-    recent = Component(Latent(dim - rotary, rotary), Window(raw.integer("sliding_window")))
+    recent = Component(Latent(dim - rotary, rotary, rotary_value=True), Window(raw.integer("sliding_window")))
     return Layer(
         index=index,
         q_heads=raw.integer("num_attention_heads"),
@@ -85,14 +85,15 @@ def _v4_entries(raw: Raw, kind: str, dim: int) -> tuple[Component, ...]:
     index = raw.integer("index_head_dim")
     top = TopK(raw.integer("index_topk"), unit=ratio)
     pending = 2 * ratio * 4 * (dim + index)
-    return (Component(Pooled(ratio, dim), top, IndexKeys(index), pending),)
+    keys = IndexKeys(index, q_heads=raw.integer("index_n_heads"), weighted=True)
+    return (Component(Pooled(ratio, dim), top, keys, pending),)
 
 
 def read_minimax_m3(raw: Raw) -> tuple[Layer, ...]:
     """Full storage everywhere; the sparse layers read `index_topk_blocks` blocks chosen by one-head index keys.
 
-    A selected block is anchored to absolute slots. The published file holds the sparse settings in an object
-    of its own, `sparse_attention_config`.
+    A selected block is anchored to absolute slots; each index head chooses for one KV head. The published file
+    holds the sparse settings in an object of its own, `sparse_attention_config`.
     """
     heads, dim = raw.integer("num_attention_heads"), raw.integer("head_dim")
     storage = KV(raw.integer("num_key_value_heads"), dim, dim)
@@ -103,12 +104,7 @@ def read_minimax_m3(raw: Raw) -> tuple[Layer, ...]:
     def component(kind: str) -> Component:
         if kind == FULL:
             return kv_component(raw, heads, storage)
-        top = TopK(
-            _m3_setting(raw, "index_topk_blocks", "sparse_topk_blocks"),
-            unit=_m3_setting(raw, "index_block_size", "sparse_block_size"),
-        )
-        keys = IndexKeys(_m3_setting(raw, "index_head_dim", "sparse_index_dim"))
-        return kv_component(raw, heads, storage, top=top, index=keys)
+        return kv_component(raw, heads, storage, top=_m3_top(raw, storage), index=_m3_index(raw))
 
     return tuple(
         Layer(
@@ -130,6 +126,26 @@ def _m3_types(raw: Raw) -> list[str]:
         marks: list[Any] = trim(raw, "sparse_attention_freq", own.items("sparse_attention_freq"))
         spelt["sparse_attention_freq"] = [M3_SPARSE if mark else FULL for mark in marks]
     return agreeing(raw, spelt)
+
+
+def _m3_top(raw: Raw, storage: KV) -> TopK:
+    top = TopK(
+        _m3_setting(raw, "index_topk_blocks", "sparse_topk_blocks"),
+        unit=_m3_setting(raw, "index_block_size", "sparse_block_size"),
+        sets=_m3_setting(raw, "index_n_heads", "sparse_num_index_heads"),
+        first=raw.sub("sparse_attention_config").integer("sparse_init_block", 0, minimum=0),
+        last=_m3_setting(raw.with_defaults({"index_local_blocks": 1}), "index_local_blocks", "sparse_local_block"),
+    )
+    if top.sets != storage.kv_heads:
+        raise raw.error(f"{top.sets} index heads for {storage.kv_heads} KV heads (allowed: one each)")
+    return top
+
+
+def _m3_index(raw: Raw) -> IndexKeys:
+    return IndexKeys(
+        _m3_setting(raw, "index_head_dim", "sparse_index_dim"),
+        q_heads=_m3_setting(raw, "index_n_heads", "sparse_num_index_heads"),
+    )
 
 
 def _m3_setting(raw: Raw, flat: str, nested: str) -> int:

@@ -11,10 +11,9 @@ from typing import Any
 from kvassay.errors import RecordError
 from kvassay.layout.config import from_config
 from kvassay.layout.model import Layout
-from kvassay.record.capture import refuse_unreplayable
 from kvassay.record.vllm.capture import Arrived, CapturedGroup, Head, Tables
 from kvassay.record.vllm.limits import Limits
-from kvassay.record.vllm.refusals import check_layer
+from kvassay.record.vllm.refusals import check_layer, check_layout
 from kvassay.record.vllm.subset import chosen_layers, chosen_q_heads
 
 
@@ -35,7 +34,7 @@ class Engine:
     def of(cls, runner: Any) -> Engine:
         """Look at a runner whose model and KV cache are there; `RecordError` if it cannot be recorded."""
         layout = from_config(runner.model_config.hf_config)
-        refuse_unreplayable(layout)
+        check_layout(layout)
         kind = importlib.import_module("vllm.model_executor.layers.attention").Attention
         found = {layer_index(m.layer_name): m for m in runner.model.modules() if isinstance(m, kind)}
         if missing := [layer.index for layer in layout.layers if layer.index not in found]:

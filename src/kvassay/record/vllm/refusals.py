@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvassay.errors import RecordError
-from kvassay.layout.model import Layer, Layout
+from kvassay.layout.model import KV, Layer, Layout
 from kvassay.record.capture import RELATIVE_SCALE_ERROR
 
 SUPPORTED = ("0.32",)
@@ -41,6 +41,17 @@ def check_engine(config: Any) -> None:
     ):
         if present:
             raise RecordError(f"{what} is on; recording takes engines without it")
+
+
+def check_layout(layout: Layout) -> None:
+    """`RecordError` for a model of which layers keep more than keys and values: hooks on attention see no more."""
+    for layer in layout.storing:
+        plain = all(isinstance(part.storage, KV) and part.index is None for part in layer.components)
+        if not plain or layer.topk is not None:
+            raise RecordError(
+                f"{layout.model_type}: layer {layer.index} ({layer.kind}) keeps more than keys and values, or reads a "
+                "selection; record this model with transformers"
+            )
 
 
 def check_layer(layer: Layer, layout: Layout, module: Any) -> None:
