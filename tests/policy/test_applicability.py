@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kvassay.policy.applicability import CANDIDATES, STATES, applicability
+from kvassay.layout.config import from_config
+from kvassay.layout.model import Rope
+from kvassay.policy.acting import refusal
+from kvassay.policy.applicability import CANDIDATES, STATES, applicability, judged, state_of
+from kvassay.policy.registry import get, make
 
 
 def test_every_candidate_answers_for_every_state_with_a_reason() -> None:
@@ -37,6 +42,53 @@ def test_no_decision_per_token_applies_to_pooled_entries() -> None:
         "dynacalkv": "redundant",
         "kara": "blocked",
     }
+
+
+class TestAnyPolicy:
+    @pytest.mark.parametrize("state", ["mla", "mla_index"])
+    def test_candidates_answer_from_the_table(self, state: str) -> None:
+        for name in ("locks", "rdkv", "selkv", "dynacalkv", "kara", "epikv"):
+            assert judged(get(name).card, state) is applicability()[name][state]
+
+    @pytest.mark.parametrize(
+        ("name", "mla", "mla_index"),
+        [
+            ("snapkv", "applicable", "applicable"),
+            ("fp8", "applicable", "applicable"),
+            ("quest", "applicable", "redundant"),
+            ("svd", "redundant", "redundant"),
+            ("adakv-snapkv", "redundant", "redundant"),
+            ("nearest-merge", "blocked", "blocked"),
+            ("kivi", "blocked", "blocked"),
+            ("think", "blocked", "blocked"),
+            ("kvpress", "blocked", "blocked"),
+        ],
+    )
+    def test_others_by_their_card(self, name: str, mla: str, mla_index: str) -> None:
+        card = get(name).card
+        found = judged(card, "mla"), judged(card, "mla_index")
+        assert tuple(cell.answer for cell in found) == (mla, mla_index)
+        assert judged(card, "gqa").answer == "applicable" and all(cell.reason for cell in found)
+
+    def test_a_layer_is_of_the_state_its_parts_make(self) -> None:
+        states = {
+            name: [state_of(layer) for layer in from_config(name).layers]
+            for name in ("mistral-small-4", "glm-5.2", "gemma-3-270m", "minimax-m3", "deepseek-v4-flash")
+        }
+        assert set(states["mistral-small-4"]) == {"mla"} and set(states["glm-5.2"]) == {"mla_index"}
+        assert set(states["gemma-3-270m"]) == {"sliding", "gqa"}
+        assert states["minimax-m3"][:4] == ["gqa", "gqa", "gqa", "block_sparse"]
+        assert "v4" in states["deepseek-v4-flash"]
+
+    def test_a_rotation_that_cannot_be_taken_back_is_a_reason(self) -> None:
+        plain = from_config("smollm2-135m")
+        scaled = Rope(1e4, 64, "yarn", (("factor", 32.0), ("original_max_position_embeddings", 4096)))
+        layout = replace(plain, layers=tuple(replace(layer, rope=scaled) for layer in plain.layers))
+        policy = make("expected-attention")
+        assert refusal(policy, plain) is None and refusal(make("snapkv"), layout) is None
+        assert refusal(policy, layout) == (
+            "blocked: RoPE kind 'yarn' also scales keys by 1.347, which is not taken back here (30 of 30 layers, full)"
+        )
 
 
 def engine() -> Path:

@@ -201,7 +201,7 @@ class TestRKV:
     def test_rows_in_chunks_come_to_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
         policy, shown = RKV(similar=0.2), view(RKV(), dense(N))
         whole = policy.redundancy(shown)
-        monkeypatch.setattr("kvassay.policy.r_kv.ROWS", 5)
+        monkeypatch.setattr("kvassay.policy.r_kv.COSINES", 5 * KV_HEADS * N)
         torch.testing.assert_close(policy.redundancy(shown), whole)
 
     def test_of_copies_the_last_stays(self) -> None:

@@ -108,6 +108,18 @@ def test_the_largest_token_stands_for_its_block() -> None:
     assert chosen(rows[:, 0]) == [[0, 2]]
 
 
+def test_tokens_that_a_head_no_longer_holds_do_not_score() -> None:
+    key = torch.tensor([[9.0], [1.0], [5.0], [5.0], [7.0], [7.0], [0.0], [0.0]])
+    alive = torch.ones(2, 8, dtype=torch.bool)
+    alive[0, [0, 4, 5]] = False  # head 0: block 0 is down to 1, block 2 is gone
+    rows = m3_blocks(torch.ones(2, 1, 1), key, torch.tensor([7]), block=2, topk=3, init_blocks=0, alive=alive)
+    assert chosen(rows[0]) == [[0, 1, 3], [0, 2, 3]]
+    alive[0, :2] = False
+    rows = m3_blocks(torch.ones(2, 1, 1), key, torch.tensor([7]), block=2, topk=3, init_blocks=1, alive=alive)
+    assert chosen(rows[0]) == [[1, 3], [0, 2, 3]]
+    assert rows[0, 0, -1] == -1
+
+
 @torch.no_grad()
 def test_dsa_tokens_are_the_librarys() -> None:
     calls, cache = run(tiny.build("deepseek_v32"), "self_attn.indexer")

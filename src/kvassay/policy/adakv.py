@@ -28,9 +28,11 @@ class AdaSnapKV(SnapKV):
 
     floor: float = 0.2
 
+    per_head: ClassVar[frozenset[str]] = frozenset({"score"})
     card: ClassVar[Card] = dataclasses.replace(
         SnapKV.card,
         name="adakv-snapkv",
+        unit="token, head budget",
         source="Ada-KV, arXiv 2407.11550 section 3; allocation as AdaKVPress of kvpress 0.5.5",
         summary="SnapKV's scores, with the layer's budget shared out over its KV heads by score",
         deviations=(

@@ -1,4 +1,6 @@
-"""Which candidate makes sense on which kind of attention state: applicable, redundant or blocked, and why.
+"""Which method makes sense on which kind of attention state: applicable, redundant or blocked, and why.
+
+For the candidates it is a table; for any other policy it follows from its card.
 
 The reasons rest on what engines do, as read in vLLM 0.32 and 0.33: one block table per KV cache group is passed whole
 to attention; blocks are freed or nulled whole; MLA caches one latent per token for all heads; DeepSeek's and
@@ -11,6 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
+
+from kvassay.layout.model import Layer
+from kvassay.policy.card import Card, Effect, Evidence
 
 Answer = Literal["applicable", "redundant", "blocked"]
 
@@ -36,6 +41,11 @@ class Cell:
 
 _BOUNDED = Cell("redundant", "the window bounds the state already; positions beyond it are never read again")
 _POOLED = Cell("blocked", "an entry stands for several tokens: a decision per token has nothing to act on")
+_FOLDED = Cell(
+    "blocked",
+    "entries stay with the model's own compressors, key and value in one, where no code of keys and values takes their "
+    "place; engines pack them in a format of their own (fp8_ds_mla)",
+)
 _ONE_LATENT = "the latent serves all heads, so there are no KV heads to tell apart"
 
 _TABLE: Mapping[str, Mapping[str, Cell]] = MappingProxyType(
@@ -111,3 +121,59 @@ CANDIDATES = tuple(_TABLE)
 def applicability() -> dict[str, dict[str, Cell]]:
     """Candidate -> kind of state -> answer."""
     return {name: dict(row) for name, row in _TABLE.items()}
+
+
+def state_of(layer: Layer) -> str | None:
+    """The kind of attention state a layer keeps, of `STATES`; None for one that only reads another's cache."""
+    kinds = {"full": "gqa", "sliding": "sliding", "pooled": "v4", "block_sparse": "block_sparse"}
+    if layer.kind == "latent":
+        return "mla" if layer.topk is None else "mla_index"
+    return kinds.get(layer.kind)
+
+
+def judged(card: Card, state: str) -> Cell:
+    """The table's answer on a kind of state, or for a policy that is no candidate what follows from its card."""
+    named = _TABLE.get(card.name, {}).get(state)
+    if named is not None:
+        return named
+    rules = {"mla": _on_latent, "mla_index": _on_latent, "v4": _on_pooled, "block_sparse": _on_blocks}
+    found = rules[state](card, state) if state in rules and Effect.NONE not in card.effects else None
+    return found or Cell("applicable", "nothing in its card speaks against it")
+
+
+_PROJECTIONS = Evidence.WEIGHTS, Evidence.GRADIENTS, Evidence.LAYER_INPUT
+
+
+def _on_latent(card: Card, state: str) -> Cell | None:
+    """One vector per token is key and, in its beginning, value of every head."""
+    if Effect.LOW_RANK in card.effects:
+        return _TABLE["dynacalkv"][state]
+    if Effect.SELECT in card.effects and state == "mla_index":
+        return _TABLE["locks"][state]
+    if Effect.MERGE in card.effects:
+        return _TABLE["selkv"][state]
+    if Effect.QUANTIZE in card.effects and "key channel" in card.unit:
+        return Cell("blocked", "key channels are treated apart from values, and in a latent they are its values too")
+    if "head budget" in card.unit:
+        return Cell("redundant", f"it shares a budget out among KV heads; {_ONE_LATENT}")
+    if card.external:
+        return Cell("blocked", "it is asked with keys and values of every head, which a latent layer does not keep")
+    if set(_PROJECTIONS) & card.evidence:
+        return Cell("blocked", "there are no projections that make keys and values of a token alone")
+    return None
+
+
+def _on_pooled(card: Card, state: str) -> Cell | None:
+    if "pooled" in card.acts_on:
+        return None
+    return _FOLDED if {Effect.QUANTIZE, Effect.LOW_RANK} & card.effects and not card.budgets else _POOLED
+
+
+def _on_blocks(card: Card, state: str) -> Cell | None:
+    if Effect.SELECT in card.effects:
+        return _TABLE["locks"][state]
+    if Effect.MERGE in card.effects:
+        return Cell(
+            "blocked", "a token merged into another block's would be read by an index score that is not its own"
+        )
+    return None

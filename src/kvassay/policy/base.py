@@ -16,17 +16,20 @@ from torch import Tensor
 from kvassay.cache.edits import Decision, Evict, LowRank
 from kvassay.errors import BudgetError, PolicyError
 from kvassay.layout.model import Layer
-from kvassay.policy.budget import Allowance
-from kvassay.policy.card import Card
+from kvassay.policy.budget import Allowance, Budget
+from kvassay.policy.card import Card, Evidence, Prefill, When
 from kvassay.policy.readset import ReadSet
 from kvassay.policy.views import BlockView, CacheView, LayerView, StepView
-from kvassay.policy.weights import CalibrationPass, LayerWeights, Occlusions
+from kvassay.policy.weights import CalibrationPass, LayerWeights, Occlusions, Projection
 
 State = Mapping[str, Tensor]
 """What a policy carries from step to step. Functional: return a new mapping, never write into a tensor.
 That makes `fork` and `rollback` free; its bytes are counted."""
 
 EMPTY: State = {}
+
+ALL_APART = frozenset({"score", "decide", "read"})
+"""`Policy.per_head` of a policy to which KV heads are nothing but so many cases."""
 
 EVERY_QUERY = 1 << 40
 """More prompt queries than any context has: `Policy.queries_needed` of a method that needs them all."""
@@ -57,6 +60,9 @@ class Calibration(Protocol):
     def weights(self) -> Mapping[int, LayerWeights]:
         """Key and value projections of the layers in the policy's scope; `Evidence.WEIGHTS`."""
 
+    def outputs(self) -> Mapping[int, Projection]:
+        """Output projections of the layers in the policy's scope; `Evidence.WEIGHTS`."""
+
     def passes(self, samples: int, tokens: int) -> Iterable[CalibrationPass]:
         """The model run over up to `samples` pieces of `tokens` tokens each, as many as the text has (one, if it is
         shorter than a piece); `Evidence.WEIGHTS`, and gradients with `Evidence.GRADIENTS`."""
@@ -85,6 +91,13 @@ class Policy:
     """Base class; subclass it as ``@dataclass(frozen=True)`` with a class attribute `card`."""
 
     card: ClassVar[Card]
+    per_head: ClassVar[frozenset[str]] = frozenset()
+    """Which of "score", "decide" and "read" answer for one KV head by that head alone, so that a long context can be
+    shown head by head. A policy that does not say so is not asked to."""
+    shares_over_layers: ClassVar[bool] = False
+    """Whether layers get different parts of one budget, so that one of them alone says nothing."""
+    compares_tokens: ClassVar[bool] = False
+    """Whether tokens are compared with each other: work that grows with the square of the context."""
 
     def fit(self, source: Calibration) -> Artefact:
         """Learn an artefact offline; only for policies whose card says `When.OFFLINE`."""
@@ -135,9 +148,49 @@ class Policy:
         return None
 
     @property
+    def unrotates(self) -> bool:
+        """Whether it takes the rotation of keys or queries back, which not every RoPE allows here."""
+        return Evidence.KEYS_UNROTATED in self.card.evidence
+
+    @property
     def queries_needed(self) -> int:
         """How many of the newest queries a view must offer: a recording holds that many, a stepwise lane keeps them."""
         return 0
+
+    # What a composition answers part by part (`kvassay.policy.compose`); a policy of one part needs none of these.
+
+    @property
+    def parts(self) -> tuple[Policy, ...]:
+        """The policies it is made of."""
+        return (self,)
+
+    @property
+    def fixed_budgets(self) -> tuple[Budget, ...]:
+        """Budgets that the policy brings along, beside the arm's."""
+        return ()
+
+    @property
+    def summarizer(self) -> Policy:
+        """Whose card says what a block's summary reads."""
+        return self
+
+    def spares(self, budget: Allowance, length: int) -> bool:
+        """Whether this budget leaves a sequence of that length as it is, so that `decide` is not asked."""
+        return budget.spares(length)
+
+    def decides_at(self, *moments: When) -> bool:
+        """Whether it edits the cache at any of these moments."""
+        return self.writes_decide and bool(self.card.when & set(moments))
+
+    @property
+    def query_ring(self) -> int:
+        """How many of the newest queries an engine has to keep for its decisions while decoding."""
+        asks = Evidence.QUERIES in self.card.evidence and self.decides_at(When.EVERY_STEP, When.EVERY_N)
+        return self.queries_needed if asks else 0
+
+    def refuses(self, prefill: Prefill) -> str | None:
+        """Why it cannot be prefilled like that; None if it can."""
+        return None
 
     # What the subclass wrote decides what the replay asks.
 

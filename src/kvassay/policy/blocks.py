@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvassay.errors import BudgetError, PolicyError
-from kvassay.policy.base import Memory, Policy
+from kvassay.policy.base import ALL_APART, Memory, Policy
 from kvassay.policy.budget import Allowance, Protection
 from kvassay.policy.checks import at_least
 from kvassay.policy.readset import ReadSet
@@ -28,6 +29,8 @@ class BlockSelector(Policy):
 
     block: int = 16
     dense_layers: int = 0
+
+    per_head: ClassVar[frozenset[str]] = ALL_APART
 
     def __post_init__(self) -> None:
         at_least(self, block=1, dense_layers=0)

@@ -115,6 +115,8 @@ class Card:
     taps: frozenset[int] = frozenset()
     reference: bool = False
     """A yardstick that no engine could run (it sees the future, or scans all keys), not a candidate."""
+    external: bool = False
+    """Another project's code decides, in an environment of its own; the source says whose."""
     reconstruction: bool = False
     gaps: tuple[str, ...] = ()
     """What the source leaves unsaid and we filled in; only with `reconstruction=True`."""

@@ -16,6 +16,7 @@ Generated from the policies' cards and docstrings by `kvassay policies --markdow
 - **exact**: attention over what is retained is exact; other methods form a second comparison.
 - **reconstruction**: the source leaves something open that was filled in; each gap is listed.
 - **reference**: a yardstick that no engine could run.
+- **external**: another project's code decides, in an environment of its own.
 """
 
 
@@ -32,6 +33,7 @@ def _card(policy: type[Policy]) -> str:
             ("exact", card.exact),
             ("reconstruction", card.reconstruction),
             ("reference", card.reference),
+            ("external", card.external),
         )
         if true
     ]

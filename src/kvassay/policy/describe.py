@@ -8,15 +8,20 @@ from typing import Any, get_args, get_type_hints
 from kvassay.policy.base import Policy
 
 
-def describe(policy: type[Policy]) -> dict[str, Any]:
-    """Every field of the card, sets as sorted lists, with `exact`, `per_step` and the parameters."""
+def describe(policy: type[Policy] | Policy) -> dict[str, Any]:
+    """Every field of the card of a class, or of a composition, sets as sorted lists, with `exact`, `per_step` and the
+    parameters."""
     card = policy.card
     plain = {f.name: _plain(getattr(card, f.name)) for f in dataclasses.fields(card)}
     return {**plain, "exact": card.exact, "per_step": card.per_step, "parameters": parameters(policy)}
 
 
-def parameters(policy: type[Policy]) -> dict[str, dict[str, Any]]:
-    """Each parameter's type and default; a default of None means that it must be given."""
+def parameters(policy: type[Policy] | Policy) -> dict[str, dict[str, Any]]:
+    """Each parameter's type and default; a default of None means that it must be given. With a part's name and a dot
+    before it in a composition."""
+    if isinstance(policy, Policy):
+        named = ((part.card.name, parameters(type(part))) for part in policy.parts)
+        return {f"{name}.{key}": about for name, known in named for key, about in known.items()}
     hints = get_type_hints(policy)
     return {
         f.name: {

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvassay.policy.base import Memory, Policy
+from kvassay.policy.base import ALL_APART, Memory, Policy
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Card, Effect, Evidence, When
 from kvassay.policy.checks import one_of
@@ -26,6 +26,7 @@ class ExactMass(Policy):
 
     heads: Literal["kv", "q"] = "kv"
 
+    per_head: ClassVar[frozenset[str]] = ALL_APART
     card: ClassVar[Card] = Card(
         name="exact_mass",
         effects=frozenset({Effect.SELECT}),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvassay.cache.rope import rotate, unrotate
-from kvassay.policy.base import EVERY_QUERY, Memory, Policy
+from kvassay.policy.base import ALL_APART, EVERY_QUERY, Memory, Policy
 from kvassay.policy.card import Card, Effect, Evidence
 from kvassay.policy.checks import at_least, every_query
 from kvassay.policy.views import LayerView
@@ -26,6 +26,7 @@ class ExpectedAttention(Policy):
     future: int = 512
     skip: int = 4
 
+    per_head: ClassVar[frozenset[str]] = ALL_APART
     card: ClassVar[Card] = Card(
         name="expected-attention",
         effects=frozenset({Effect.EVICT}),
@@ -37,6 +38,11 @@ class ExpectedAttention(Policy):
 
     def __post_init__(self) -> None:
         at_least(self, future=1, skip=0)
+
+    @property
+    def unrotates(self) -> bool:
+        """Its statistics are of queries before rotation."""
+        return True
 
     @property
     def queries_needed(self) -> int:

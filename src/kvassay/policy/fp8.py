@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvassay.cache.edits import Decision, Quantize
-from kvassay.policy.base import Memory, Policy
+from kvassay.policy.base import ALL_APART, Memory, Policy
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Approximates, Card, Effect, Prefill, When
 from kvassay.policy.views import CacheView
@@ -19,6 +19,7 @@ from kvassay.policy.views import CacheView
 class Fp8(Policy):
     """Every key and value in e4m3 without a scale, from the moment it is written; saturates at 448."""
 
+    per_head: ClassVar[frozenset[str]] = ALL_APART
     card: ClassVar[Card] = Card(
         name="fp8",
         effects=frozenset({Effect.QUANTIZE}),

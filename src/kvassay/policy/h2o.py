@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvassay.cache.edits import Decision, Evict
 from kvassay.errors import PolicyError
-from kvassay.policy.base import EVERY_QUERY, Memory, Policy, top_k_mask
+from kvassay.policy.base import ALL_APART, EVERY_QUERY, Memory, Policy, top_k_mask
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Card, Effect, Evidence
 from kvassay.policy.checks import every_query
@@ -26,6 +26,7 @@ class H2O(Policy):
 
     recent: float = 0.5
 
+    per_head: ClassVar[frozenset[str]] = ALL_APART
     card: ClassVar[Card] = Card(
         name="h2o",
         effects=frozenset({Effect.EVICT}),
@@ -35,6 +36,8 @@ class H2O(Policy):
         deviations=(
             "compresses once, after prefill; the paper also drops one token at every generated one",
             "sums over the query heads of a KV head, one set per KV head (the paper's models had no groups)",
+            "sums, as the paper; ObservedAttentionPress of kvpress takes the mean over the queries that see a token, "
+            "and keeps no newest ones",
         ),
         limits=("needs every prompt query: quadratic work, refused above 65,536 tokens",),
     )

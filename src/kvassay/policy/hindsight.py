@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvassay.policy.base import Memory, Policy
+from kvassay.policy.base import ALL_APART, Memory, Policy
 from kvassay.policy.card import Card, Effect, Evidence
 from kvassay.policy.checks import at_least
-from kvassay.policy.views import LayerView, Queries
+from kvassay.policy.views import LayerView
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Hindsight(Policy):
 
     chunk: int = 128
 
+    per_head: ClassVar[frozenset[str]] = ALL_APART
     card: ClassVar[Card] = Card(
         name="hindsight",
         effects=frozenset({Effect.EVICT}),
@@ -42,8 +43,6 @@ class Hindsight(Policy):
         """Summed attention: [kv_heads, tokens]."""
         keys, future = layer.keys, layer.future_queries()
         total = keys.new_zeros(keys.shape[:2])
-        for start in range(0, len(future.positions), self.chunk):
-            part = slice(start, start + self.chunk)
-            rows = layer.attend(Queries(future.q[:, part], future.positions[part]))
-            total += layer.group_sum(rows.sum(1))
+        for part in future.split(self.chunk):
+            total += layer.group_sum(layer.attend(part).sum(1))
         return total

@@ -16,7 +16,15 @@ ELEMENTS = 1 << 24
 
 
 def m3_blocks(
-    query: Tensor, key: Tensor, positions: Tensor, *, block: int, topk: int, init_blocks: int = 0, local_blocks: int = 1
+    query: Tensor,
+    key: Tensor,
+    positions: Tensor,
+    *,
+    block: int,
+    topk: int,
+    init_blocks: int = 0,
+    local_blocks: int = 1,
+    alive: Tensor | None = None,
 ) -> Tensor:
     """Blocks that each query reads: int64 [queries, heads, min(topk, blocks)], -1 unused at the end.
 
@@ -27,39 +35,54 @@ def m3_blocks(
     query: [heads, queries, dim], one list per head
     key: [tokens, dim], shared by the heads, of positions 0, 1, ...
     positions: int64 [queries]
+    alive: bool [heads, tokens], what a head still holds: a block's other tokens do not score for it, and a block
+        without any is not listed; None for all
+    """
+    ends = init_blocks, local_blocks
+
+    def choose(rows: slice) -> Tensor:
+        rank = block_scores(query[:, rows], key, positions[rows], block=block, ends=ends, alive=alive)
+        best, index = rank.topk(min(topk, rank.shape[-1]), dim=-1)
+        return index.masked_fill(best == -torch.inf, -1).transpose(0, 1)
+
+    return _in_chunks(choose, query.shape[1], query.shape[0] * key.shape[0])
+
+
+def block_scores(
+    query: Tensor, key: Tensor, positions: Tensor, *, block: int, ends: tuple[int, int], alive: Tensor | None = None
+) -> Tensor:
+    """MiniMax-M3's score of every block, [heads, queries, blocks]: inf where forced, -inf where nothing is visible.
+
+    ends: how many blocks are forced at the start, and at the end up to the query's own; the rest as for `m3_blocks`
     """
     tokens = key.shape[0]
     blocks = -(-tokens // block)
-    first = torch.arange(blocks) * block
-
-    def choose(rows: slice) -> Tensor:
-        at = positions[rows]
-        score = query[:, rows].float() @ key.float().T
-        score = score.masked_fill(torch.arange(tokens) > at[:, None], -torch.inf)
-        score = torch.nn.functional.pad(score, (0, blocks * block - tokens), value=-torch.inf)
-        rank = score.unflatten(-1, (blocks, block)).amax(-1)
-        own = at[:, None] // block
-        ordinal = torch.arange(blocks)
-        forced = (ordinal < init_blocks) | ((ordinal > own - local_blocks) & (ordinal <= own))
-        rank = rank.masked_fill(forced, torch.inf).masked_fill(first > at[:, None], -torch.inf)
-        best, index = rank.topk(min(topk, blocks), dim=-1)
-        return index.masked_fill(best == -torch.inf, -1).transpose(0, 1)
-
-    return _in_chunks(choose, query.shape[1], query.shape[0] * tokens)
+    score = query.float() @ key.float().T
+    hidden = torch.arange(tokens) > positions[:, None]
+    score = score.masked_fill(hidden if alive is None else hidden | ~alive[:, None], -torch.inf)
+    score = torch.nn.functional.pad(score, (0, blocks * block - tokens), value=-torch.inf)
+    rank = score.unflatten(-1, (blocks, block)).amax(-1)
+    ordinal, own = torch.arange(blocks), positions[:, None] // block
+    forced = (ordinal < ends[0]) | ((ordinal > own - ends[1]) & (ordinal <= own))
+    return rank.masked_fill(forced & (rank > -torch.inf), torch.inf)
 
 
-def dsa_tokens(query: Tensor, key: Tensor, weight: Tensor, positions: Tensor, *, topk: int) -> Tensor:
+def dsa_tokens(
+    query: Tensor, key: Tensor, weight: Tensor, positions: Tensor, *, topk: int, alive: Tensor | None = None
+) -> Tensor:
     """Tokens that each query reads, one list for all attention heads: int64 [queries, min(topk, tokens)], -1 unused.
 
     DeepSeek-V3.2 (`DeepseekV32Indexer` of transformers): the top scores of visible tokens; nothing is forced.
 
     query: [heads, queries, dim]; key: [tokens, dim], of positions 0, 1, ...; weight: [queries, heads] as projected
+    alive: bool [tokens], what is still held; None for all
     """
     tokens = torch.arange(key.shape[0])
 
     def choose(rows: slice) -> Tensor:
         score = lightning_score(query[:, rows], key, weight[rows])
-        return _top(score, tokens > positions[rows, None], topk)
+        hidden = tokens > positions[rows, None]
+        return _top(score, hidden if alive is None else hidden | ~alive, topk)
 
     return _in_chunks(choose, query.shape[1], query.shape[0] * key.shape[0])
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvassay.cache.edits import Decision, Quantize
-from kvassay.policy.base import Memory, Policy
+from kvassay.policy.base import ALL_APART, Memory, Policy
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Card
 from kvassay.policy.fp8 import Fp8, fresh_tokens
@@ -21,6 +21,7 @@ from kvassay.policy.views import CacheView
 class Int8(Policy):
     """Every key and value in 8-bit integers from the moment it is written, one scale per token and head."""
 
+    per_head: ClassVar[frozenset[str]] = ALL_APART
     card: ClassVar[Card] = dataclasses.replace(
         Fp8.card,
         name="int8",

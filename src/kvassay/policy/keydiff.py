@@ -6,17 +6,20 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
-from torch.nn import functional
 
-from kvassay.policy.base import Memory, Policy
+from kvassay.policy.base import ALL_APART, Memory, Policy
 from kvassay.policy.card import Card, Effect, Evidence
 from kvassay.policy.views import LayerView
+
+EPSILON = 1e-12
+"""Least norm that is divided by."""
 
 
 @dataclass(frozen=True)
 class KeyDiff(Policy):
     """Score = negative cosine similarity of a key to the mean of the normalised keys of its head."""
 
+    per_head: ClassVar[frozenset[str]] = ALL_APART
     card: ClassVar[Card] = Card(
         name="keydiff",
         effects=frozenset({Effect.EVICT}),
@@ -28,8 +31,11 @@ class KeyDiff(Policy):
 
     def score(self, layer: LayerView, memory: Memory) -> Tensor:
         """In [-1, 1]: [kv_heads, tokens]."""
-        keys = layer.keys
-        alive = layer.alive[..., None]
-        unit = functional.normalize(keys, dim=-1).masked_fill(~alive, 0.0)
-        anchor = unit.sum(1, keepdim=True) / alive.sum(1, keepdim=True).clamp(min=1)
-        return -functional.cosine_similarity(keys, anchor, dim=-1)
+        keys, alive = layer.keys, layer.alive
+        if not bool(alive.all()):
+            keys = keys.masked_fill(~alive[..., None], 0.0)
+        norm = keys.norm(dim=-1).clamp(min=EPSILON)
+        # As products with the keys themselves: normalised copies of a long context do not fit beside it.
+        anchor = (alive / norm)[:, None] @ keys / alive.sum(1).clamp(min=1)[:, None, None]
+        likeness = (keys @ anchor.mT)[..., 0] / norm
+        return -likeness / anchor.norm(dim=-1).clamp(min=EPSILON)

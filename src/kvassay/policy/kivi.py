@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvassay.cache.edits import KEEP_ALL, Decision, Quantize
 from kvassay.errors import PolicyError
-from kvassay.policy.base import Memory, Policy
+from kvassay.policy.base import ALL_APART, Memory, Policy
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Approximates, Card, Effect, When
 from kvassay.policy.checks import at_least, one_of
@@ -32,9 +32,11 @@ class Kivi(Policy):
     group: int = 32
     residual: int = 128
 
+    per_head: ClassVar[frozenset[str]] = ALL_APART
     card: ClassVar[Card] = Card(
         name="kivi",
         effects=frozenset({Effect.QUANTIZE}),
+        unit="value token, key channel",
         source="KIVI, arXiv 2402.02750 section 3 and models/llama_kivi.py of jy-yuan/KIVI",
         summary="quantises keys per channel and values per token in groups, with a raw residual window",
         when=frozenset({When.AFTER_PREFILL, When.EVERY_STEP}),

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvassay.policy.base import Memory, Policy
+from kvassay.policy.base import ALL_APART, Memory, Policy
 from kvassay.policy.card import Card, Effect, Evidence
 from kvassay.policy.views import LayerView
 
@@ -16,6 +16,7 @@ from kvassay.policy.views import LayerView
 class KeyNorm(Policy):
     """Score = minus the L2 norm of the key as cached."""
 
+    per_head: ClassVar[frozenset[str]] = ALL_APART
     card: ClassVar[Card] = Card(
         name="knorm",
         effects=frozenset({Effect.EVICT}),

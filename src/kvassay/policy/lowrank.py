@@ -50,6 +50,11 @@ class LowRankProjections(Policy):
         if not 0 < self.rank <= 1:
             raise PolicyError(f"policy '{self.card.name}': rank={self.rank}, must be a fraction in (0, 1]")
 
+    @property
+    def unrotates(self) -> bool:
+        """Keys are held as they are before the rotation."""
+        return True
+
     @abstractmethod
     def key_groups(self, stats: LayerStats, heads: Tensor, rank: int) -> tuple[Groups, list[int]]:
         """KV heads of a layer by group, and each group's rank; heads are the key weights [kv_heads, dim, in]."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvassay.cache.edits import Bias, Decision, Edit, Evict, Merge
-from kvassay.policy.base import Memory, Policy, protected_top_k
+from kvassay.policy.base import ALL_APART, Memory, Policy, protected_top_k
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Approximates, Card, Effect, Evidence
 from kvassay.policy.checks import at_least, one_of
@@ -38,6 +38,8 @@ class NearestMerge(Policy):
     similarity: float = 0.0
     chunk: int = 256
 
+    per_head: ClassVar[frozenset[str]] = ALL_APART
+    compares_tokens: ClassVar[bool] = True
     card: ClassVar[Card] = Card(
         name="nearest-merge",
         effects=frozenset({Effect.EVICT, Effect.MERGE}),

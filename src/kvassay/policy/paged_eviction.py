@@ -33,6 +33,7 @@ class PagedEviction(Policy):
     interval: int = 16
     prefill_unit: Literal["block", "token"] = "block"
 
+    per_head: ClassVar[frozenset[str]] = frozenset({"score"})
     card: ClassVar[Card] = Card(
         name="paged-eviction",
         effects=frozenset({Effect.EVICT}),

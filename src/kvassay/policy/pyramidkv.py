@@ -27,6 +27,7 @@ class PyramidKV(SnapKV):
 
     beta: int = 20
 
+    shares_over_layers: ClassVar[bool] = True
     card: ClassVar[Card] = dataclasses.replace(
         SnapKV.card,
         name="pyramidkv",
@@ -34,7 +35,8 @@ class PyramidKV(SnapKV):
         summary="SnapKV's scores, with more tokens for lower layers and fewer for higher ones",
         deviations=(
             *SnapKV.card.deviations,
-            "the series runs over the layers the policy acts on; in a hybrid these are the full ones alone",
+            "the series runs over the layers the policy acts on; in a hybrid these are the full ones alone, where "
+            "kvpress numbers all layers and the mean is no longer the budget",
         ),
     )
 

@@ -73,7 +73,8 @@ class Quest(BlockSelector):
         low, high = (self.grouped(layer.side_data(name).float(), layer) for name in ("low", "high"))
         low, high = low.amin(1).transpose(0, 1), high.amax(1).transpose(0, 1)
         q = query.unflatten(0, (layer.kv_heads, -1))
-        bound = q.clamp(min=0) @ high.mT[:, None] + q.clamp(max=0) @ low.mT[:, None]
+        rows = q.flatten(1, 2)
+        bound = (rows.clamp(min=0) @ high.mT + rows.clamp(max=0) @ low.mT).unflatten(1, q.shape[1:3])
         if self.heads == "q":
             return bound.flatten(0, 1)
         return bound.amax(1) if self.heads == "max" else bound.sum(1)

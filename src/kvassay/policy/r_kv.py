@@ -12,14 +12,14 @@ from torch.nn import functional
 
 from kvassay.cache.edits import Decision
 from kvassay.errors import PolicyError
-from kvassay.policy.base import Memory, Policy
+from kvassay.policy.base import ALL_APART, Memory, Policy
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Card, Effect, Evidence, When
 from kvassay.policy.checks import at_least, enough_queries, more_than_forced
 from kvassay.policy.views import CacheView, LayerView
 
-ROWS = 512
-"""Rows of the similarity matrix held at once."""
+COSINES = 1 << 24
+"""Cosines [kv_heads, rows, tokens] held at once."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class RKV(Policy):
     similar: float = 0.5
     interval: int = 128
 
+    per_head: ClassVar[frozenset[str]] = ALL_APART
+    compares_tokens: ClassVar[bool] = True
     card: ClassVar[Card] = Card(
         name="r-kv",
         effects=frozenset({Effect.EVICT}),
@@ -72,10 +74,10 @@ class RKV(Policy):
 
     def score(self, layer: LayerView, memory: Memory) -> Tensor:
         """balance x importance - (1 - balance) x redundancy; the window above all: [kv_heads, tokens]."""
-        rows = layer.attention(self.window)
-        enough_queries(self, layer, rows.shape[1], self.window)
+        count = layer.queries(self.window).q.shape[1]
+        enough_queries(self, layer, count, self.window)
         own = layer.alive & (layer.positions >= layer.length - self.window)
-        heads = rows.mean(1).view(layer.kv_heads, -1, rows.shape[-1])
+        heads = (layer.attention_sum(self.window) / count).unflatten(0, (layer.kv_heads, -1))
         importance = heads.amax(1).masked_fill(own | ~layer.alive, 0.0)
         importance = functional.max_pool1d(importance, self.kernel, stride=1, padding=self.kernel // 2)
         score = self.balance * importance - (1 - self.balance) * self.redundancy(layer)
@@ -91,8 +93,9 @@ class RKV(Policy):
         unit = functional.normalize(layer.keys, dim=-1).masked_fill(~alive[..., None], 0.0)
         heads, tokens = alive.shape
         total = unit.new_zeros(heads, tokens)
-        for first in range(0, tokens, ROWS):
-            cosine = unit[:, first : first + ROWS] @ unit.transpose(1, 2)
+        rows = max(1, COSINES // max(1, heads * tokens))
+        for first in range(0, tokens, rows):
+            cosine = unit[:, first : first + rows] @ unit.transpose(1, 2)
             count = cosine.shape[1]
             own = torch.arange(first, first + count)
             cosine[:, torch.arange(count), own] = 0.0

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvassay.policy.base import Memory, Policy
+from kvassay.policy.base import ALL_APART, Memory, Policy
 from kvassay.policy.card import Card, Effect
 from kvassay.policy.views import LayerView
 
@@ -17,6 +17,7 @@ from kvassay.policy.views import LayerView
 class Random(Policy):
     """Uniform scores, independent for every layer, KV head and token; seeded by the replay."""
 
+    per_head: ClassVar[frozenset[str]] = ALL_APART
     card: ClassVar[Card] = Card(
         name="random",
         effects=frozenset({Effect.EVICT}),

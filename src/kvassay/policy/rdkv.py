@@ -92,11 +92,11 @@ class RDKV(Policy):
 
     def score(self, layer: LayerView, memory: Memory) -> Tensor:
         """Token weights: attention of the window summed over the group, per query that sees, smoothed."""
-        rows = layer.attention(self.window)
-        enough_queries(self, layer, rows.shape[1], self.window)
-        weight = layer.group_sum(rows.sum(1))
+        count = layer.queries(self.window).q.shape[1]
+        enough_queries(self, layer, count, self.window)
+        weight = layer.group_sum(layer.attention_sum(self.window))
         if self.tail:
-            weight = weight / (layer.length - layer.positions).clamp(min=1, max=rows.shape[1])
+            weight = weight / (layer.length - layer.positions).clamp(min=1, max=count)
         half = min(self.kernel // 2, layer.tokens - 1)
         weight = functional.pad(weight[None], (half, half), mode="reflect")[0]
         return functional.avg_pool1d(weight, 2 * half + 1, stride=1)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from kvassay.cache.data import Stored
 from kvassay.errors import PolicyError
+from kvassay.kernels.reference import visible
 
 
 @dataclass(frozen=True)
@@ -16,11 +18,13 @@ class ReadSet:
 
     index: int64 [queries, heads, k] with heads = q_heads, kv_heads or 1; -1 is unused. The ordinal of a
         token is `slot // unit`, anchored to slots; `unit` is 1 or a multiple of the cache's block size.
-    The query's own token is always read, whatever the set says.
+    own: the query's own token is always read, whatever the set says. False only for what a model's own index chose: it
+        may leave that token out, and its ordinals are of true positions, `position // unit`.
     """
 
     index: Tensor
     unit: int = 1
+    own: bool = True
 
     def validate(self, *, queries: int, q_heads: int, kv_heads: int, block_size: int, name: str) -> None:
         """Raise `PolicyError` if the shape or unit is not one the cache can serve."""
@@ -41,12 +45,38 @@ class ReadSet:
         queries, heads, _ = self.index.shape
         ordinal = slots.clamp(min=0) // self.unit
         blocks = int(ordinal.max()) + 1 if tokens else 1
-        if int(self.index.max()) >= blocks:
+        if self.own and int(self.index.max()) >= blocks:
             raise PolicyError(f"read set names block {int(self.index.max())} of {blocks}")
+        gone = (self.index < 0) | (self.index >= blocks)  # an index may have chosen what the view no longer holds
         table = torch.zeros(queries, heads, blocks + 1, dtype=torch.bool)
-        table.scatter_(2, self.index.masked_fill(self.index < 0, blocks), True)
+        table.scatter_(2, self.index.long().masked_fill(gone, blocks), True)
         per_head = table.repeat_interleave(q_heads // heads, dim=1)
         where = ordinal.repeat_interleave(q_heads // kv_heads, dim=0)
         return torch.gather(per_head, 2, where[None].expand(queries, -1, -1)) & (
             slots.repeat_interleave(q_heads // kv_heads, dim=0) >= 0
         )
+
+    def part(self, rows: slice | Tensor) -> ReadSet:
+        """Of some queries only: a slice of them, or bool [queries]."""
+        return replace(self, index=self.index[rows])
+
+    def then(self, more: ReadSet) -> ReadSet:
+        """Of these queries and more of the same kind."""
+        width = max(self.index.shape[2], more.index.shape[2])
+        both = [torch.nn.functional.pad(x, (0, width - x.shape[2]), value=-1) for x in (self.index, more.index)]
+        return replace(self, index=torch.cat(both))
+
+
+def seen(
+    data: Stored, positions: Tensor, q_heads: int, *, window: int | None = None, chosen: ReadSet | None = None
+) -> Tensor:
+    """What queries at true `positions` read of `data`, all of it or what is `chosen` for them.
+
+    bool [kv_heads, queries, tokens], or [q_heads, queries, tokens] where each query head has a list of its own.
+    """
+    if chosen is None:
+        return visible(data, positions, q_heads, window=window)
+    kv_heads = data.positions.shape[0]
+    heads = kv_heads if chosen.index.shape[1] in (1, kv_heads) else q_heads
+    allowed = chosen.mask(data.slots if chosen.own else data.positions, heads)
+    return visible(data, positions, heads, window=window, allowed=allowed, own=chosen.own)

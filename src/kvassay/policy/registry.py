@@ -2,6 +2,7 @@
 
 A name is ``snapkv``, the entry-point name of an installed package (group ``kvassay.policies``), or
 ``path/to/file.py:ClassName``; ``~flipped``, ``~shuffled`` or ``~merge-off`` after it asks for a control twin.
+Several joined by ``+`` are one policy (`kvassay.policy.compose`).
 Looking a name up imports that policy alone, and `names()` imports none.
 """
 
@@ -20,6 +21,7 @@ from kvassay.errors import PolicyError, did_you_mean
 
 if TYPE_CHECKING:
     from kvassay.policy.base import Policy
+    from kvassay.policy.composition import Part
 
 GROUP = "kvassay.policies"
 
@@ -59,6 +61,8 @@ BUILT_IN = {
     "dynacalkv": "dynacalkv:DynaCalKV",
     "nearest-merge": "merge:NearestMerge",
     "selkv": "selkv:SelKV",
+    "kvpress": "kvpress.policy:Kvpress",
+    "kvpress-critical": "kvpress.critical:KvpressCritical",
 }
 
 
@@ -93,8 +97,45 @@ def make(name: str, **parameters: object) -> Policy:
         raise PolicyError(f"policy '{found.card.name}': {error}") from None
 
 
-def parse(text: str) -> Policy:
-    """A policy from ``snapkv`` or ``snapkv(window=32, kernel=7)``: the inverse of a policy's label."""
+def parse(text: str, base: Path | None = None) -> Policy:
+    """A policy from ``snapkv``, ``snapkv(window=32, kernel=7)`` or ``snapkv+int8``: the inverse of a policy's label.
+
+    Parts of a composition are joined by ``+``; a budget in a part's brackets, ``snapkv(keep=0.5)``, is that part's own.
+    Plug-in files are looked up from `base`.
+    """
+    parts = re.split(r"\+(?![^()]*\))", text)
+    if len(parts) == 1:
+        name, parameters = _taken_apart(text)
+        return make(_from(base, name), **parameters)
+    from kvassay.policy.compose import Composed
+
+    return Composed(tuple(_part(one, base) for one in parts))
+
+
+def _part(text: str, base: Path | None) -> Part:
+    """One part of a composition, with its own budget if its brackets hold one."""
+    from kvassay.policy.budget import UNITS, Budget
+    from kvassay.policy.composition import Part
+
+    name, parameters = _taken_apart(text)
+    found = get(_from(base, name))
+    fields = {field.name for field in dataclasses.fields(found)}  # type: ignore[arg-type]
+    budgets = [f"{key}={parameters.pop(key)}" for key in set(UNITS) & set(parameters) - fields]
+    if len(budgets) > 1:
+        raise PolicyError(f"policy '{text.strip()}': one budget at most, not {' and '.join(sorted(budgets))}")
+    return Part(make(_from(base, name), **parameters), Budget.parse(budgets[0]) if budgets else None)
+
+
+def _from(base: Path | None, name: str) -> str:
+    """The name, the path of a plug-in file in it taken from `base`."""
+    file, dot, rest = name.partition(".py:")
+    if base is None or not dot or Path(file).expanduser().is_absolute():
+        return name
+    return f"{base / file}.py:{rest}"
+
+
+def _taken_apart(text: str) -> tuple[str, dict[str, object]]:
+    """Name and parameters of ``name(parameter=value, ...)``."""
     match = re.fullmatch(r"\s*([^()]+?)\s*(?:\((.*)\))?\s*", text)
     if not match:
         raise PolicyError(f"policy '{text}' is not of the form name or name(parameter=value, ...)")
@@ -106,7 +147,7 @@ def parse(text: str) -> Policy:
         if key in parameters:
             raise PolicyError(f"policy '{text}': parameter '{key}' is given twice")
         parameters[key] = value.strip("'\"")
-    return make(match.group(1), **parameters)
+    return match.group(1), parameters
 
 
 def _resolve(name: str) -> type[Policy]:

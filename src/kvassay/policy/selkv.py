@@ -16,7 +16,7 @@ from kvassay.policy.base import Memory, Policy, top_k_mask
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Approximates, Card, Effect, Evidence
 from kvassay.policy.checks import at_least, enough_queries
-from kvassay.policy.routing import route
+from kvassay.policy.routing import likeness, route
 from kvassay.policy.views import CacheView, LayerView
 
 FLOOR = 1e-8
@@ -86,9 +86,8 @@ class SelKV(Policy):
 
     def window_mass(self, layer: LayerView) -> Tensor:
         """Attention from the window's queries and the group's heads, summed: [kv_heads, tokens]."""
-        rows = layer.attention(self.window)
-        enough_queries(self, layer, rows.shape[1], self.window)
-        return layer.group_sum(rows.sum(1))
+        enough_queries(self, layer, layer.queries(self.window).q.shape[1], self.window)
+        return layer.group_sum(layer.attention_sum(self.window))
 
     def decide(self, cache: CacheView, scores: Mapping[int, Tensor], memory: Memory, budget: Allowance) -> Decision:
         """Evict, merge and bias every layer that is over budget."""
@@ -125,20 +124,18 @@ class SelKV(Policy):
         into = route(layer, own, kept)
         values = layer.values
         target = into.clamp(min=0)
-        likeness = functional.cosine_similarity(
-            values, values.gather(1, target[..., None].expand_as(values)), dim=-1
-        ).clamp(min=0)
+        alike = likeness(values, target).clamp(min=0)
         routed = into >= 0
-        into = torch.where(routed & (likeness > 0), into, -1)
+        into = torch.where(routed & (alike > 0), into, -1)
         mass = self.window_mass(layer)
-        weight = torch.where(into >= 0, likeness * mass, mass).clamp(min=FLOOR)
+        weight = torch.where(into >= 0, alike * mass, mass).clamp(min=FLOOR)
         added = torch.zeros_like(weight).scatter_add_(1, target, torch.where(into >= 0, weight, 0.0))
         ratio = ((weight + added) / weight).mean(0)
         bias = torch.where(kept, self.alpha * ratio.log(), 0.0).expand_as(score)
         gone, targets = (~kept).expand_as(routed), added > 0
         facts = {
             "routed_share": float(routed[gone].float().mean()),
-            "gate_mean": float(likeness[routed].mean()) if bool(routed.any()) else 0.0,
+            "gate_mean": float(alike[routed].mean()) if bool(routed.any()) else 0.0,
             "floored_targets": float((targets & (mass < FLOOR)).sum()),
             "position_0_kept": float(kept[0]),
         }

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from kvassay.cache.edits import Decision
 from kvassay.errors import PolicyError
-from kvassay.policy.base import Memory, Policy
+from kvassay.policy.base import ALL_APART, Memory, Policy
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Card, Effect, Evidence
 from kvassay.policy.checks import at_least, enough_queries, more_than_forced
@@ -29,6 +29,7 @@ class SnapKV(Policy):
     window: int = 64
     kernel: int = 5
 
+    per_head: ClassVar[frozenset[str]] = ALL_APART
     card: ClassVar[Card] = Card(
         name="snapkv",
         effects=frozenset({Effect.EVICT}),
@@ -53,10 +54,11 @@ class SnapKV(Policy):
 
     def score(self, layer: LayerView, memory: Memory) -> Tensor:
         """Pooled mean attention of the window's queries; the window's own tokens above all: [kv_heads, tokens]."""
-        rows = layer.attention(self.window)
-        enough_queries(self, layer, rows.shape[1], self.window)
+        count = layer.queries(self.window).q.shape[1]
+        enough_queries(self, layer, count, self.window)
         own = layer.alive & (layer.positions >= layer.length - self.window)
-        mass = layer.group_sum(rows.mean(1)) / (rows.shape[0] // layer.kv_heads)
+        rows = layer.attention_sum(self.window) / count
+        mass = layer.group_sum(rows) / (rows.shape[0] // layer.kv_heads)
         mass = mass.masked_fill(own | ~layer.alive, 0.0)
         pooled = functional.avg_pool1d(mass, self.kernel, stride=1, padding=self.kernel // 2)
         return pooled.masked_fill(own, float(pooled.max()) + 1)

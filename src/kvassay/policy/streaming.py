@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvassay.cache.edits import Decision
-from kvassay.policy.base import Memory, Policy
+from kvassay.policy.base import ALL_APART, Memory, Policy
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Card, Effect
 from kvassay.policy.checks import at_least, more_than_forced
@@ -25,6 +25,7 @@ class Streaming(Policy):
 
     sink: int = 4
 
+    per_head: ClassVar[frozenset[str]] = ALL_APART
     card: ClassVar[Card] = Card(
         name="streaming",
         effects=frozenset({Effect.EVICT}),

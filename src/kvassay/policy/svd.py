@@ -57,6 +57,11 @@ class Svd(Policy):
         if not 0 < self.rank <= 1:
             raise PolicyError(f"policy 'svd': rank={self.rank}, must be a fraction in (0, 1]")
 
+    @property
+    def unrotates(self) -> bool:
+        """In the domain before rotation."""
+        return self.domain == "pre_rope"
+
     def fit(self, source: Calibration) -> Artefact:
         """One orthonormal basis [heads * dim, rank] per layer, side and head group.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvassay.cache.edits import Decision, Quantize
 from kvassay.errors import PolicyError
-from kvassay.policy.base import Memory, Policy
+from kvassay.policy.base import ALL_APART, Memory, Policy
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Approximates, Card, Effect, Evidence
 from kvassay.policy.checks import at_least, enough_queries
@@ -31,6 +31,7 @@ class ThinK(Policy):
     window: int = 32
     residual: int = 32
 
+    per_head: ClassVar[frozenset[str]] = ALL_APART
     card: ClassVar[Card] = Card(
         name="think",
         effects=frozenset({Effect.QUANTIZE}),

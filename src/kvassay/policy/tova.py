@@ -16,6 +16,7 @@ from kvassay.policy.views import LayerView
 class Tova(Policy):
     """Score = attention of the newest query, mean over all query heads of the layer; same for every KV head."""
 
+    per_head: ClassVar[frozenset[str]] = frozenset({"decide"})
     card: ClassVar[Card] = Card(
         name="tova",
         effects=frozenset({Effect.EVICT}),

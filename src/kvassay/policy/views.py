@@ -7,7 +7,7 @@ Shapes: keys and values [kv_heads, tokens, dim]; masks [kv_heads, tokens]; queri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -16,10 +16,14 @@ from torch import Tensor
 from kvassay.cache.data import LayerData
 from kvassay.cache.rope import unrotate
 from kvassay.errors import EvidenceMissing
-from kvassay.kernels.reference import attention_weights, visible
+from kvassay.kernels.reference import attention_weights
 from kvassay.layout.model import Layer
 from kvassay.policy.budget import Protection
-from kvassay.policy.card import TAPS, Card, Evidence
+from kvassay.policy.card import TAPS, Card, Evidence, When
+from kvassay.policy.readset import ReadSet, seen
+
+HELD_WEIGHTS = 1 << 25
+"""Attention weights [q_heads, queries, tokens] that a sum over queries holds at a time."""
 
 
 @dataclass
@@ -42,19 +46,37 @@ class Meter:
 
 @dataclass(frozen=True)
 class Queries:
-    """Post-RoPE queries [q_heads, queries, dim] and their true positions [queries]."""
+    """Post-RoPE queries [q_heads, queries, dim] and their true positions [queries].
+
+    chosen: what the model's own index let each of them read; None where it has none
+    """
 
     q: Tensor
     positions: Tensor
+    chosen: ReadSet | None = None
 
     def last(self, count: int) -> Queries:
         """The last `count` of them (all, if there are fewer)."""
-        return Queries(self.q[:, -count:], self.positions[-count:])
+        return self.part(slice(-count, None))
 
     def before(self, position: int) -> Queries:
         """Those at earlier positions."""
-        mine = self.positions < position
-        return Queries(self.q[:, mine], self.positions[mine])
+        return self.part(self.positions < position)
+
+    def part(self, rows: slice | Tensor) -> Queries:
+        """Some of them: a slice, or bool [queries]."""
+        chosen = None if self.chosen is None else self.chosen.part(rows)
+        return Queries(self.q[:, rows], self.positions[rows], chosen)
+
+    def split(self, size: int) -> Iterator[Queries]:
+        """Parts of at most `size` queries, in order."""
+        for first in range(0, len(self.positions), size):
+            yield self.part(slice(first, first + size))
+
+    def then(self, more: Queries) -> Queries:
+        """These and more."""
+        both = None if self.chosen is None or more.chosen is None else self.chosen.then(more.chosen)
+        return Queries(torch.cat([self.q, more.q], 1), torch.cat([self.positions, more.positions]), both)
 
 
 @dataclass(frozen=True)
@@ -85,6 +107,7 @@ class LayerView:
         sinks: Tensor | None = None,
         side: Mapping[str, Tensor] | None = None,
         block_size: int = 16,
+        code_bytes: Callable[[], tuple[float, float]] | None = None,
     ) -> None:
         self.layer, self.card, self.length, self.block_size = layer, card, length, block_size
         self.protection = protection
@@ -92,8 +115,10 @@ class LayerView:
         """Packed side data per full block, as `summarize` returned it: [blocks, kv_heads, ...]."""
         self._load, self._meter, self._queries = load, meter, queries or {}
         self._rows, self._sinks = rows or {}, sinks
+        self._code_bytes = code_bytes
         self._data: LayerData | None = None
         self._metered: set[str] = set()
+        self._others: list[LayerView] = []
 
     # What is always visible: geometry and positions.
 
@@ -112,6 +137,35 @@ class LayerView:
     def forget(self) -> None:
         """Drop what was loaded; the next touch loads it again. For a replay that holds one layer at a time."""
         self._data = None
+        for other in self._others:
+            other.forget()
+
+    def seen_by(self, card: Card, keep: Tensor | None = None) -> LayerView:
+        """The same layer as the policy of another card sees it: of all tokens, or only those that `keep` names.
+
+        keep: bool [kv_heads, tokens]. What is touched there is charged to the same meter.
+        """
+        other = LayerView(
+            self.layer,
+            card,
+            (lambda: self.data) if keep is None else (lambda: self.data.only(keep)),
+            length=self.length,
+            protection=self.protection,
+            meter=self._meter,
+            queries=self._queries,
+            rows=self._rows,
+            sinks=self._sinks,
+            side=self.side,
+            block_size=self.block_size,
+            code_bytes=self._code_bytes,
+        )
+        self._others.append(other)
+        return other
+
+    @property
+    def element_bytes(self) -> float:
+        """Bytes of an element that is in no code, at the layout's `kv_dtype`."""
+        return self._meter.element_bytes
 
     @property
     def positions(self) -> Tensor:
@@ -168,9 +222,12 @@ class LayerView:
 
     @property
     def values(self) -> Tensor:
-        """float [kv_heads, tokens, v_dim]."""
+        """float [kv_heads, tokens, v_dim]; of a latent layer the beginning of the keys, which are read once."""
         self._touch(Evidence.VALUES)
-        self._charge("values", self.data.v)
+        if self.data.one_side:
+            self._charge("keys", self.data.k)
+        else:
+            self._charge("values", self.data.v)
         return self.data.v
 
     def queries(self, last: int) -> Queries:
@@ -190,12 +247,12 @@ class LayerView:
         return self.attend(self._get(Evidence.QUERIES).last(last))
 
     def attention_sum(self, last: int, chunk: int = 256) -> Tensor:
-        """float [q_heads, tokens]: `attention(last)` summed over the queries, `chunk` of them held at a time."""
+        """float [q_heads, tokens]: `attention(last)` summed over the queries, at most `chunk` held at a time."""
         self._touch(Evidence.ATTENTION)
         self._charge("keys", self.data.k)
-        found = self._get(Evidence.QUERIES).last(last)
-        parts = zip(found.q.split(chunk, dim=1), found.positions.split(chunk), strict=True)
-        return torch.stack([self.attend(Queries(q, at)).sum(1) for q, at in parts]).sum(0)
+        chunk = max(1, min(chunk, HELD_WEIGHTS // max(1, self.tokens * self.layer.q_heads)))
+        parts = self._get(Evidence.QUERIES).last(last).split(chunk)
+        return torch.stack([self.attend(part).sum(1) for part in parts]).sum(0)
 
     def hidden(self) -> Rows:
         """Residual stream entering this layer, of the context's tokens: [rows, hidden_size]."""
@@ -226,11 +283,13 @@ class LayerView:
         return self.attend(Queries(query, torch.arange(self.length - query.shape[1], self.length)))
 
     def attend(self, queries: Queries) -> Tensor:
-        """Softmax rows [q_heads, queries, tokens] of given queries over the keys of this view (and the sink)."""
-        stored = self.data.stored
-        seen = visible(stored, queries.positions, self.layer.q_heads, window=self.layer.window)
-        scale, softcap = self.layer.scale, self.layer.softcap
-        return attention_weights(queries.q, stored, seen, scale=scale, softcap=softcap, sinks=self._sinks)
+        """Softmax rows [q_heads, queries, tokens] of given queries over the keys of this view (and the sink).
+
+        Of queries for which the model's own index chose, over what it chose.
+        """
+        stored, layer = self.data.stored, self.layer
+        mask = seen(stored, queries.positions, layer.q_heads, window=layer.window, chosen=queries.chosen)
+        return attention_weights(queries.q, stored, mask, scale=layer.scale, softcap=layer.softcap, sinks=self._sinks)
 
     def group_sum(self, rows: Tensor) -> Tensor:
         """Sum [q_heads, ...] over the query heads of each KV head: [kv_heads, ...]."""
@@ -272,8 +331,13 @@ class LayerView:
     def _charge(self, what: str, tensor: Tensor, element_bytes: float | None = None) -> None:
         if what not in self._metered:
             self._metered.add(what)
-            dead = 1.0 if what.startswith("side") else float(self.alive.float().mean()) if self.tokens else 0.0
-            self._meter.add(what, tensor.numel() * dead, element_bytes)
+            if what.startswith("side"):
+                self._meter.add(what, tensor.numel(), element_bytes)
+                return
+            raw = self.alive & ~self.encoded
+            self._meter.add(what, float(raw.sum()) * tensor.shape[-1], element_bytes)
+            if self._code_bytes is not None and self.data.encoded is not None:
+                self._meter.add(what, self._code_bytes()[what == "values"], 1.0)
 
 
 @dataclass(frozen=True)
@@ -296,6 +360,8 @@ class CacheView:
     """True length of the sequence; the next token's position."""
     context: int
     """Tokens of the compressed context: what the budget is a fraction of."""
+    moment: When = When.AFTER_PREFILL
+    """Why the policy is asked now."""
 
 
 class HiddenStates(dict[int, Tensor]):

@@ -1,0 +1,69 @@
+"""Window- and step-evidence policies plan a 128K-token layer of 8 x 128 in under 2 GiB beyond the cache.
+
+Proved at an eighth of that length under an eighth of that bound, the pieces in which work is streamed cut alike.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvassay.errors import PolicyError
+from kvassay.measure.plan_cost import RESET, Shape, plan_cost
+from kvassay.policy import r_kv, views
+from kvassay.policy.base import EVERY_QUERY
+from kvassay.policy.card import Effect, Evidence
+from kvassay.policy.registry import BUILT_IN, get, make, parse
+
+LAW, TOKENS = 2 << 30, 128 * 1024
+FROM_THE_MODEL = {Evidence.WEIGHTS, Evidence.OCCLUSION}
+EVERY = [name for name in BUILT_IN if not get(name).card.external and not get(name).card.evidence & FROM_THE_MODEL]
+ACTING = [name for name in EVERY if get(name).card.effects != {Effect.NONE}]
+QUERIES = [name for name in ACTING if make(name).queries_needed >= EVERY_QUERY]
+
+needs_linux = pytest.mark.skipif(not RESET.exists(), reason="the peak of resident memory is Linux's")
+
+
+FAST = {"snapkv", "keydiff", "quest", "selkv"}
+"""One of each kind; the others take a while longer."""
+
+
+@needs_linux
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
+        for name in (*ACTING, "snapkv+int8", "selkv+kivi", "locks+int8")
+        if name not in QUERIES
+    ],
+)
+def test_planning_takes_its_share_of_two_gib(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = parse(name)
+    part = 64 if policy.compares_tokens else 8  # quadratic work: a shorter layer says as much of memory
+    monkeypatch.setattr(views, "HELD_WEIGHTS", views.HELD_WEIGHTS // part)
+    monkeypatch.setattr(r_kv, "COSINES", r_kv.COSINES // part)
+    torch.set_num_threads(1)
+    cost = plan_cost(policy, TOKENS // part)
+    slack = 8 << 20  # what the allocator and the interpreter keep
+    assert cost.peak_bytes < LAW // part + slack
+
+
+@needs_linux
+def test_the_measurement_sees_what_is_held() -> None:
+    """A copy of all keys is there, and nothing is where nothing is done."""
+    torch.set_num_threads(1)
+    keys = 8192 * 8 * 128 * 4
+    assert keys < plan_cost(make("think"), 8192).peak_bytes < 4 * keys
+    assert plan_cost(make("recency"), 8192).peak_bytes < keys // 4
+
+
+@pytest.mark.parametrize("name", QUERIES)
+def test_methods_that_score_every_prompt_query_refuse_a_long_context_with_the_work(name: str) -> None:
+    """4 x 70,000^2 x 8 multiply-adds of four query heads."""
+    with pytest.raises(PolicyError, match=r"about 1.6e\+11 multiply-adds a layer; it is run on up to 65536 tokens"):
+        plan_cost(make(name), 70_000, Shape(q_heads=4, kv_heads=2, dim=8))
+    assert any("refused above 65,536 tokens" in limit for limit in get(name).card.limits)
+
+
+def test_what_is_known_to_score_every_query() -> None:
+    assert {"h2o", "expected-attention"} == set(QUERIES)
