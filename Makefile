@@ -1,4 +1,4 @@
-# make setup | demo | study | test | test-slow | test-all | lint | types | check | vs-kvpress | kvpress-parity | locks-parity | lm-eval | browser | vllm | clean
+# make setup | demo | study | test | test-slow | test-all | lint | types | check | vs-kvpress | kvpress-parity | locks-parity | lm-eval | gpu-interpreted | browser | vllm | clean
 # Everything runs in .venv, which is made on first use. PYTHON=... chooses the interpreter (3.11 or later).
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -19,7 +19,7 @@ VLLM_READY := $(VLLM)/.kvassay-ready
 VLLM_CORE_READY := $(VLLM)/core-$(VLLM_CORE)/.kvassay-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo study test test-slow test-all lint types check vs-kvpress locks-parity locks-setup lm-eval lm-eval-setup browser vllm vllm-setup clean
+.PHONY: help setup demo study test test-slow test-all lint types check vs-kvpress locks-parity locks-setup lm-eval lm-eval-setup gpu-setup gpu-interpreted browser vllm vllm-setup clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -92,6 +92,13 @@ vs-kvpress: $(READY) kvpress-setup ## Time the same grid through kvpress, which 
 
 kvpress-parity: $(READY) kvpress-setup ## Compare policies with kvpress, and its presses through the bridge with its own model
 	KVASSAY_KVPRESS_PYTHON=$(PEERS)/bin/python $(BIN)/python -m pytest -m slow -s tests/policy/test_kvpress_presses.py tests/policy/test_kvpress_parity.py
+
+gpu-setup: $(READY) ## Install Triton, which the GPU's kernels are written in
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[gpu]"
+
+gpu-interpreted: gpu-setup ## Run the GPU's kernels by Triton's interpreter, and compile them for GPUs that are not here
+	$(BIN)/python -m pytest -m "not gpu" -k "interpreted or compiles" tests/kernels tests/replay/test_devices.py
+	$(BIN)/python benchmarks/gpu.py --interpret
 
 browser: $(READY) ## Open the report in a headless chromium, which must be on the PATH
 	$(BIN)/python -m pytest -m browser

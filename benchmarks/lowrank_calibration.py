@@ -7,7 +7,9 @@ text are compared with the fit on 16 pieces of 512 tokens. Moved: half the sum o
 is the same split, 1 another one altogether. Groups: layers whose key heads are grouped otherwise. Values: share of the
 value ranks in the pool.
 
-With --context a question text of that length is replayed as well: mean KL to dense on answers, and bytes held.
+With --context a question text of that length is replayed as well, under every fit (what its sensitivity comes to) and
+under both groupings, at equal cached bytes (ceiling=elements against ReCalKV's uniform groups, all of one rank) and the
+paper's way (equal parameters of the thin projections): mean KL to dense on answers, and bytes held.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -24,7 +26,7 @@ from rich.table import Table
 from kvassay.experiment.calibrate import calibration_sample
 from kvassay.experiment.plan import options_for
 from kvassay.experiment.schema import CalibrationTable
-from kvassay.policy.base import Artefact
+from kvassay.policy.base import Artefact, Policy
 from kvassay.policy.budget import Protection
 from kvassay.policy.card import Prefill
 from kvassay.policy.registry import make, parse
@@ -33,7 +35,7 @@ from kvassay.record.options import RecordOptions
 from kvassay.record.transformers import record_sample
 from kvassay.replay.arms import Arm
 from kvassay.replay.calibration import TraceCalibration
-from kvassay.replay.closed import replay_trace
+from kvassay.replay.closed import Replay, replay_trace
 from kvassay.replay.protocol import Protocol
 from kvassay.trace.reader import Trace
 from kvassay.workload.registry import build
@@ -61,32 +63,52 @@ def moved(one: Mapping[str, int], other: Mapping[str, int]) -> float:
     return sum(abs(one[name] - other[name]) for name in one) / (sum(one.values()) + sum(other.values()))
 
 
-def sensitivity(loaded: LoadedModel, texts: tuple[Trace, Trace], rank: float) -> Table:
-    """One row per fit, against the first."""
-    table = Table("text", "pieces", "tokens each", "fit, s", "moved", "groups", "values")
+def sensitivity(loaded: LoadedModel, texts: tuple[Trace, Trace], rank: float, test: Trace | None) -> Table:
+    """One row per fit, against the first; with a test text what it loses there, prefilled by itself."""
+    table = Table("text", "pieces", "tokens each", "fit, s", "moved", "groups", "values", "KL to dense, nats")
     first: Artefact | None = None
     for text, (samples, tokens) in [*((0, pieces) for pieces in PIECES), (1, PIECES[0])]:
         policy = make("dynacalkv", rank=rank, samples=samples, tokens=tokens, group=1)
         start = time.perf_counter()
         found = policy.fit(TraceCalibration(texts[text], policy, loaded.model))
         seconds = time.perf_counter() - start
+        kl = "-" if test is None else f"{lost(loaded, test, policy, found):.4f}"
         first = first or found
         mine, theirs = ranks(found), ranks(first)
         values = sum(r for name, r in mine.items() if name.endswith("value")) / sum(mine.values())
         other = sum(group != groups(first)[layer] for layer, group in groups(found).items())
         had = max(1, min(samples, texts[text].prefix.tokens // tokens))
         cells = (f"{seconds:.0f}", f"{moved(mine, theirs):.3f}", f"{other}/{len(groups(found))}", f"{values:.2f}")
-        table.add_row("AB"[text], str(had), str(tokens), *cells)
+        table.add_row("AB"[text], str(had), str(tokens), *cells, kl)
     return table
 
 
-def replayed(loaded: LoadedModel, folder: Path, calibration: Trace, rank: float, context: int) -> Table:
-    """Both groupings at one rank, forked and prefilled by themselves, beside the plain baseline."""
+def lost(loaded: LoadedModel, test: Trace, policy: Policy, artefact: Artefact) -> float:
+    """Mean KL to dense on the answers of a text whose prefill the method takes part in."""
+    plain = Protection(0, 0)
+    arms = [Arm(make("dense"), None, plain), Arm(policy, None, plain, prefill=Prefill.OWN)]
+    replay = Replay(loaded, test, arms, Protocol(free_tokens=0), {policy.label: artefact})
+    lanes = [replay.compressed(arm) for arm in arms]
+    rows = [row for number, branch in enumerate(test.branches) for row in replay.ask(number, branch, lanes)]
+    mine = [row.kl for row in rows if row.arm == arms[1].label]
+    return sum(mine) / len(mine)
+
+
+def recorded(loaded: LoadedModel, folder: Path, policies: Sequence[Policy], context: int) -> Trace:
+    """The test text, with the evidence that all policies need."""
+    sample = build("needle_multikey", loaded.tokenizer, context, seed=1, questions=2)
+    return record_sample(loaded, sample, folder / "test", options_for(policies, RecordOptions()))
+
+
+def compared(rank: float) -> list[Policy]:
+    """Both groupings at one rank, and the plain baseline."""
     named = [f"{text}, rank={rank})" for text in ("recalkv(group=1", "dynacalkv(group=1", "dynacalkv(ceiling=elements")]
     named += [f"recalkv(rank={rank})", f"svd(rank={rank})"]
-    policies = [parse(text) for text in named]
-    sample = build("needle_multikey", loaded.tokenizer, context, seed=1, questions=2)
-    trace = record_sample(loaded, sample, folder / "test", options_for(policies, RecordOptions()))
+    return [parse(text) for text in named]
+
+
+def replayed(loaded: LoadedModel, trace: Trace, calibration: Trace, policies: Sequence[Policy]) -> Table:
+    """Forked, and prefilled by themselves."""
     plain = Protection(0, 0)
     arms = [Arm(make("dense"), None, plain), *(Arm(policy, None, plain) for policy in policies)]
     arms += [Arm(policy, None, plain, prefill=Prefill.OWN) for policy in policies]
@@ -118,9 +140,11 @@ def main() -> None:
             )
             for seed in (0, 1)
         )
-        console.print(sensitivity(loaded, (texts[0], texts[1]), given.rank))
-        if given.context:
-            console.print(replayed(loaded, Path(folder), texts[0], given.rank, given.context))
+        policies = compared(given.rank)
+        test = recorded(loaded, Path(folder), policies, given.context) if given.context else None
+        console.print(sensitivity(loaded, (texts[0], texts[1]), given.rank, test))
+        if test is not None:
+            console.print(replayed(loaded, test, texts[0], policies))
 
 
 if __name__ == "__main__":

@@ -74,6 +74,10 @@ class ExperimentError(KvassayError):
     """An experiment file or run folder is wrong."""
 
 
+class DoesNotFit(KvassayError):
+    """A run's modelled memory is more than a device has free; the bytes of both are in the message."""
+
+
 class HardwareError(KvassayError):
     """A hardware file is unknown, wrong, or says nothing of what is asked."""
 

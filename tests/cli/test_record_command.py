@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from kvassay.cli.record import record
-from kvassay.errors import RecordError, WorkloadError
+from kvassay.errors import RecordError, TraceError, WorkloadError
+from kvassay.trace import writer
 from kvassay.trace.reader import Trace
 from tests.record import tiny
 
@@ -44,6 +46,18 @@ def test_wrong_input_is_refused_before_the_model_is_loaded(tmp_path: Path) -> No
     pair = CliRunner().invoke(record, [*start, "copy", "--param", "questions"])
     assert pair.exit_code == 2
     assert "'questions' is not KEY=VALUE" in pair.stderr
+
+
+def test_a_disk_that_is_too_small_leaves_no_folder(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "free_bytes", lambda path: 1000)
+    monkeypatch.setattr("torch.nn.Module.__call__", lambda *_, **__: pytest.fail("the model ran"))
+    start = [model, "--workload", "kv_short", "--context", "1.5k"]
+    found = CliRunner().invoke(record, [*start, "--out", str(tmp_path / "new" / "traces")])
+    assert isinstance(found.exception, TraceError)
+    assert re.search(
+        r"the trace needs \d{7} bytes and 1000 are free there, so nothing was written", str(found.exception)
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_vllm_it_says_how_to_get_it(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,25 @@ def test_references_are_left_out_unless_named(tmp_path: Path) -> None:
     make_run(tmp_path / "run")
     assert [found.arm for found in load_footprints(tmp_path / "run")] == ["fp8", SNAPKV, "kivi"]
     assert len(load_footprints(tmp_path / "run", arms=["hindsight keep=0.25"])) == 1
+
+
+def test_what_compresses_generated_tokens_alone_is_stated_not_read_off(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    manifest = tmp_path / "run" / "manifest.json"
+    data = json.loads(manifest.read_text())
+    for arm in data["arms"]:
+        if arm["label"] == "kivi":
+            arm.update(effects=["evict"], when=["every_n"])
+    manifest.write_text(json.dumps(data))
+    assert "kivi" not in [found.arm for found in load_footprints(tmp_path / "run")]
+    with pytest.raises(ExperimentError, match="kivi acts on generated tokens alone"):
+        load_footprints(tmp_path / "run", arms=["kivi"])
+    path = tmp_path / "kara.toml"
+    path.write_text('[[footprint]]\narm = "kara"\ntiming = "every_n"\ninterval = 256\nfreed_fraction = 0.5\n')
+    assert load_footprints(path)[0].windows
+    path.write_text('[[footprint]]\narm = "kara"\ntiming = "every_n"\nfreed_fraction = 0.5\n')
+    with pytest.raises(ExperimentError, match="every_n needs one"):
+        load_footprints(path)
 
 
 def test_unknown_arms_and_sets_are_named(tmp_path: Path) -> None:

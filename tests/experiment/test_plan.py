@@ -9,7 +9,8 @@ import pytest
 
 from kvassay.errors import ExperimentError
 from kvassay.experiment.arms import describe_arms
-from kvassay.experiment.plan import Plan, make_plan, options_for
+from kvassay.experiment.code import replay_code
+from kvassay.experiment.plan import Plan, arm_key, make_plan, options_for
 from kvassay.experiment.quick import quick_experiment
 from kvassay.experiment.schema import Experiment, load_experiment
 from kvassay.policy.card import Prefill
@@ -186,3 +187,25 @@ def test_a_recording_holds_the_taps_that_policies_are_shown_of_it() -> None:
     base = RecordOptions()
     assert options_for([make("epikv"), make("epikv-uncal"), make("svd")], base).taps == ()
     assert options_for([make("epikv"), make("dynacalkv")], base).taps == ("layer_input",)
+
+
+def test_compositions_take_the_budgets_of_their_parts_and_have_keys_of_their_own(tmp_path: Path) -> None:
+    change = (
+        '["snapkv(window=16)"]',
+        '["snapkv+int8", "quest+int8", "snapkv(keep=0.5)+exact_mass", "mine.py:Mine+int8"]',
+    )
+    (tmp_path / "mine.py").write_text(PLUGIN.format(factor="1"))
+    plan = plan_of(tmp_path, change)
+    own = [arm for arm in plan.arms if "+" in arm.policy.card.name]
+    assert [arm.label for arm in own] == [
+        "snapkv+int8 keep=0.25",
+        "quest+int8 read=0.25",
+        "snapkv(keep=0.5)+exact_mass read=0.25",
+        "mine+int8 keep=0.25",
+    ]
+    keys = [arm_key(arm) for arm in own]
+    assert keys[0]["policy"] == "kvassay.policy.snapkv:SnapKV+kvassay.policy.int8:Int8"
+    assert keys[2]["parameters"]["snapkv.keep_tokens"] == 0.5
+    assert replay_code([own[0].policy]) != replay_code([own[1].policy])  # SnapKV's code is in one, Quest's in the other
+    with pytest.raises(ExperimentError, match=r"arm 'snapkv\(keep=0.01\)\+exact_mass .*gives 20 of 2048"):
+        plan_of(tmp_path, (change[0], '["snapkv(keep=0.01)+exact_mass"]'))

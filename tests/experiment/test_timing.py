@@ -49,7 +49,7 @@ class FakeTimes:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.traces: list[str] = []
         monkeypatch.setattr(timing, "time_arms", self)
-        monkeypatch.setattr(timing, "measure_roofs", lambda: ROOFS)
+        monkeypatch.setattr(timing, "measure_roofs", lambda device: ROOFS)
 
     def __call__(
         self, loaded: Any, trace: Trace, arms: Sequence[Arm], protocol: Any, rounds: int, calibration: Any

@@ -8,6 +8,8 @@ import numba
 import pytest
 import torch
 
+from kvassay.policy.kvpress.bridge import SETTING
+from tests.policy.kvpress_setup import fake_python
 from tests.replay.watch import Watch
 from tests.replay.worlds import HYBRID, World, make
 
@@ -16,6 +18,16 @@ from tests.replay.worlds import HYBRID, World, make
 def _one_thread() -> None:
     torch.set_num_threads(1)  # tiny tensors: a second thread only waits
     numba.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def _fake_kvpress(tmp_path_factory: Any) -> Any:
+    return fake_python(tmp_path_factory.mktemp("kvpress"))
+
+
+@pytest.fixture(autouse=True)
+def _kvpress(monkeypatch: pytest.MonkeyPatch, _fake_kvpress: Any) -> None:
+    monkeypatch.setenv(SETTING, str(_fake_kvpress))  # the bridge needs an environment that is not here
 
 
 @pytest.fixture(scope="session")

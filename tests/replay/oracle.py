@@ -7,7 +7,7 @@ rewrites is overwritten, so true positions are the only ones there are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,12 +27,14 @@ class Oracle:
     def __init__(self, world: World) -> None:
         self.model, self.layout = world.exact, world.trace.layout
         prefix = world.trace.prefix
-        layers = range(len(self.layout.layers))
+        layers = [layer.index for layer in self.layout.storing]
         self.k = {i: prefix.k(i).transpose(0, 1).double() for i in layers}
         self.v = {i: prefix.v(i).transpose(0, 1).double() for i in layers}
         self.alive = {i: torch.ones(self.k[i].shape[:2], dtype=torch.bool) for i in layers}
         self.bias = {i: torch.zeros(self.k[i].shape[:2], dtype=torch.float64) for i in layers}
         self.context = self.length = prefix.tokens
+        self._new: dict[int, tuple[Tensor, Tensor]] = {}
+        """What each storing layer took in last, [kv_heads, dim]."""
         self.hidden: dict[int, Tensor] = {}
         """Each decoder layer's output for the newest token, [hidden_size]."""
         self.after: Callable[[Oracle], None] = lambda oracle: None
@@ -42,8 +44,8 @@ class Oracle:
 
     @property
     def full(self) -> list[int]:
-        """Layers without a window."""
-        return [layer.index for layer in self.layout.layers if layer.window is None]
+        """Layers that hold a cache of their own, without a window."""
+        return [layer.index for layer in self.layout.storing if layer.window is None]
 
     def answer(self, branch: Branch) -> Tensor:
         """float64 logits [answer tokens, vocab], teacher-forced."""
@@ -62,28 +64,40 @@ class Oracle:
         logits: Tensor = out.logits[0, -1]
         return logits
 
-    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of q [q_heads, dim] after taking in k, v [kv_heads, 1, dim]: [q_heads, dim]."""
-        layer = self.layout.layers[index]
-        new = torch.ones(k.shape[:2], dtype=torch.bool)
-        self.k[index], self.v[index] = torch.cat([self.k[index], k], 1), torch.cat([self.v[index], v], 1)
-        self.alive[index] = torch.cat([self.alive[index], new], 1)
-        self.bias[index] = torch.cat([self.bias[index], torch.zeros(k.shape[:2], dtype=torch.float64)], 1)
-        allowed = self.select(self, index, q)
-        group = q.shape[0] // k.shape[0]
-        out = torch.empty_like(q)
+    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, given: Mapping[str, Any]) -> Tensor:
+        """Attention of q [q_heads, dim] after taking in k, v [kv_heads, 1, dim]: [q_heads, v_dim].
+
+        Scale, window, soft-cap and sinks are what the model itself says in `given`; a layer that shares a cache
+        must bring what the layer that stores it has just taken in.
+        """
+        owner = self.layout.source(index).index
+        if owner == index:
+            self._take(index, k, v)
+        assert torch.equal(k[:, 0], self._new[owner][0]) and torch.equal(v[:, 0], self._new[owner][1])
+        allowed = self.select(self, owner, q)
+        group, window, cap, sinks = q.shape[0] // k.shape[0], *map(given.get, ("sliding_window", "softcap", "s_aux"))
+        out = torch.empty(q.shape[0], v.shape[2], dtype=q.dtype)
         for head in range(q.shape[0]):
             of = head // group
-            mask = self.alive[index][of].clone()
-            if layer.window is not None:
-                mask[: max(0, self.length - layer.window)] = False
+            mask = self.alive[owner][of].clone()
+            if window is not None:
+                mask[: max(0, self.length - window)] = False
             if allowed is not None:
                 mask &= allowed[head]
                 mask[-1] = True
-            logits = self.k[index][of][mask] @ q[head] * layer.scale + self.bias[index][of][mask]
-            weights = (logits - logits.max()).exp()
-            out[head] = weights @ self.v[index][of][mask] / weights.sum()
+            logits = self.k[owner][of][mask] @ q[head] * given["scaling"]
+            logits = (logits if cap is None else cap * torch.tanh(logits / cap)) + self.bias[owner][of][mask]
+            most = logits.max()
+            weights = (logits - most).exp()
+            sink = 0.0 if sinks is None else (sinks[head] - most).exp()
+            out[head] = weights @ self.v[owner][of][mask] / (weights.sum() + sink)
         return out
+
+    def _take(self, index: int, k: Tensor, v: Tensor) -> None:
+        self._new[index] = k[:, 0], v[:, 0]
+        self.k[index], self.v[index] = torch.cat([self.k[index], k], 1), torch.cat([self.v[index], v], 1)
+        self.alive[index] = torch.cat([self.alive[index], torch.ones(k.shape[:2], dtype=torch.bool)], 1)
+        self.bias[index] = torch.cat([self.bias[index], torch.zeros(k.shape[:2], dtype=torch.float64)], 1)
 
     @contextmanager
     def _installed(self) -> Iterator[None]:
@@ -93,7 +107,7 @@ class Oracle:
         self.model.set_attn_implementation(NAME)
         hooks = [
             layer.register_forward_hook(lambda module, args, output, i=i: self._keep(i, output))
-            for i, layer in enumerate(self.model.base_model.layers)
+            for i, layer in enumerate(self.model.get_decoder().layers)
         ]
         try:
             yield
@@ -112,7 +126,7 @@ _current: Oracle
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **given: Any
 ) -> tuple[Tensor, None]:
-    out = _current.attend(module.layer_idx, query[0, :, 0], key[0], value[0])
+    out = _current.attend(module.layer_idx, query[0, :, 0], key[0], value[0], given)
     return out[None, None], None
 
 

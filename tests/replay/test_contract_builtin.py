@@ -29,6 +29,8 @@ SMALL = {
     "rdkv": {"window": 16},
     "selkv": {"window": 16},
     "kara": {"interval": 4},
+    "kvpress": {"options": "window_size=16"},
+    "kvpress-critical": {"options": "window_size=16"},
     "epikv-uncal": {"reading": "generated"},
     "epikv": {"reading": "generated", "tokens": 100},
 }

@@ -18,7 +18,9 @@ from kvassay.policy.card import Card, Effect, Evidence, When
 from kvassay.policy.readset import ReadSet
 from kvassay.policy.registry import make
 from kvassay.policy.views import CacheView, LayerView, StepView
+from kvassay.replay.applies import not_applicable
 from kvassay.replay.arms import Arm
+from kvassay.replay.lane import scope_of
 from tests.replay.watch import Watch, contents, prove, same
 from tests.replay.worlds import World
 
@@ -322,8 +324,10 @@ def test_a_card_must_agree_with_itself_and_with_the_model(llama: World, watch: W
     with pytest.raises(PolicyError, match="taps layer 9, the model has 4 layers"):
         watch.run(llama, [ARMS[0], Arm(beyond, None, PROTECTION)])
     nowhere = decider(lambda cache: Decision(), acts_on=frozenset({"latent"}))
-    with pytest.raises(PolicyError, match="acts on latent, the model has full"):
-        watch.run(llama, [ARMS[0], Arm(nowhere, None, PROTECTION)])
+    arm, reason = Arm(nowhere, None, PROTECTION), "it acts on latent, the model has full"
+    assert not_applicable(llama.trace, [ARMS[0], arm]) == {arm.label: reason}
+    with pytest.raises(PolicyError, match=reason):
+        scope_of(llama.trace.layout, nowhere)
 
 
 def test_summaries_of_blocks_that_edits_have_torn_are_refused(llama: World, watch: Watch) -> None:

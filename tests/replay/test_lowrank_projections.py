@@ -238,6 +238,18 @@ def test_weights_are_shown_to_who_declares_them_and_where_there_is_a_model(small
     assert next(iter(passes)).gradients == {}
 
 
+def test_output_projections_are_those_of_the_layers_in_scope(small: World) -> None:
+    with pytest.raises(EvidenceMissing, match="policy 'snapkv' touched the model's weights without declaring it"):
+        TraceCalibration(small.calibration, make("snapkv"), small.loaded.model).outputs()
+    found = TraceCalibration(small.calibration, make("kvpress-critical"), small.loaded.model).outputs()
+    assert set(found) == {layer.index for layer in small.trace.layout.layers if layer.kind == "full"}
+    for index, projection in found.items():
+        module = small.loaded.model.base_model.layers[index].self_attn.o_proj
+        assert torch.equal(projection.weight, module.weight)
+        out, heads = module.weight.shape
+        assert projection.weight.shape == (out, heads) and heads % small.trace.layout.layers[index].q_heads == 0
+
+
 def test_it_must_be_fitted_and_see_every_input(small: World, watch: Watch) -> None:
     with pytest.raises(PolicyError, match="nothing was fitted for layer"):
         make("dynacalkv").project(small.trace.layout.layers[-2], Memory())

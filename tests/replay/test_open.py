@@ -386,7 +386,7 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         before = {x.untyped_storage()._cdata for x in _tensors((args, kwargs or {}))}
-        for tensor in _tensors(out):
+        for tensor in (x for x in _tensors(out) if not x.is_meta):
             storage = tensor.untyped_storage()
             if storage._cdata not in self.known and storage._cdata not in before:
                 self.known.add(storage._cdata)

@@ -15,7 +15,7 @@ from kvassay.measure.acceptance import COMPRESSED, NGRAM, AcceptanceResult
 from kvassay.policy.base import Memory, Policy, State
 from kvassay.policy.budget import Allowance, Budget, Protection
 from kvassay.policy.card import Card, Effect, Evidence, When
-from kvassay.policy.registry import make
+from kvassay.policy.registry import make, parse
 from kvassay.policy.views import CacheView, StepView
 from kvassay.replay import asking
 from kvassay.replay.arms import Arm
@@ -79,6 +79,7 @@ ARMS = [
     Arm(make("kivi", group=16, residual=32), None, PROTECTION),
     Arm(make("paged-eviction"), Budget("keep_tokens", 0.5), PROTECTION),
     Arm(Restless(), None, PROTECTION),
+    Arm(parse("quest(dense_layers=0)+kivi(group=16, residual=32)"), Budget("read_tokens", 0.5), PROTECTION),
 ]
 
 
@@ -196,7 +197,7 @@ def test_a_policy_of_every_n_tokens_is_asked_when_a_round_passes_the_nth(
     replay, compressed = started(llama, [DENSE, Arm(Often(), None, PROTECTION)])
     lane = answer_lanes(replay, compressed, llama.trace.branches[0])[1]
     asked: list[int] = []
-    monkeypatch.setattr(asking, "decide", lambda lane, evidence: asked.append(lane.generated))
+    monkeypatch.setattr(asking, "decide", lambda lane, evidence, moment: asked.append(lane.generated))
     assert lane.generated == 6
     for accepted in (1, 2, 2, 0, 1, 4, 3):  # 7, 9, 11, 11, 12, 16, 19
         feed(replay.engine, [lane], [[5, 6, 7, 8]], last=1, committed=False)

@@ -69,9 +69,10 @@ def sample(context: int, index: int) -> Sample:
 def make(folder: Path, family: str, context: int, **changes: Any) -> World:
     """Build a model and record it."""
     model = tiny.build(family, **changes)
-    kv_heads = model.config.num_key_value_heads
+    layout = from_config(model.config)
+    kv_heads = layout.storing[0].kv.kv_heads
     identity = ModelIdentity(f"tiny-{family}-{kv_heads}", "folder", str(kv_heads) * 64, "1" * 64)
-    loaded = LoadedModel(model, Words(), from_config(model.config), identity)
+    loaded = LoadedModel(model, Words(), layout, identity)
     exact = copy.deepcopy(model).double()
     unrecorded = World(loaded, exact, None, None, folder)  # type: ignore[arg-type]
     trace = unrecorded.record("trace", sample(context, 0))

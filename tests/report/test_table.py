@@ -9,7 +9,7 @@ from rich.console import Console
 from kvassay.experiment.listing import list_runs
 from kvassay.measure.checks import Finding
 from kvassay.measure.resample import Estimate
-from kvassay.report import words
+from kvassay.report import tables, words
 from kvassay.report.table import COLUMNS, ReportTable, console_for, runs_table
 from tests.runs import make_run
 
@@ -74,6 +74,24 @@ def test_weak_dense_and_missing_questions_are_said(tmp_path: Path) -> None:
         "below the dense floor: dense itself reaches top-1 1.000 and NLL 0.500 (floor: at least 0.5, at most 0.4); "
         "no arm can be judged here",
     ]
+
+
+def test_state_beside_keys_and_values_is_said(tmp_path: Path) -> None:
+    found = make_run(tmp_path).sets[0]
+    state = {"index_bytes": 2048.0, "index_read_bytes": 1024.0, "pooled_bytes": 512.0}
+    cells = tuple(replace(cell, amounts={**cell.amounts, **state}) for cell in found.cells)
+    assert words.warnings(replace(found, cells=cells)) == [
+        "of 0.98 MiB that dense holds, 2.00 KiB are index keys",
+        "of 0.98 MiB that dense holds, 512 B are compressed entries",
+        "of 900 KiB that it reads per token, 1.00 KiB are index keys",
+    ]
+    results = make_run(tmp_path / "again")
+    for kept, shown in ((found.cells, 0), (cells, 3)):
+        some = replace(found, cells=kept)
+        grid = tables.set_grids(some, words.parts(some, results.arms)[0], results)[1]
+        heads = [head.name for head in grid.heads if head.name.startswith(("index", "compressed"))]
+        assert heads == ["index keys held", "index keys read", "compressed entries held"][:shown]
+        assert list(grid.lines[0].cells[-3:]) == ["2.00 KiB", "1.00 KiB", "512 B"] or not shown
 
 
 def test_findings_are_said_by_name_and_many_of_one_name_are_counted(tmp_path: Path) -> None:

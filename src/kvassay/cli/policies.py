@@ -12,6 +12,8 @@ from rich.table import Table
 
 from kvassay.errors import PolicyError
 
+MARKS = {"reference": "†", "reconstruction": "‡", "external": "§"}
+
 
 @click.command()
 @click.argument("name", required=False)
@@ -21,7 +23,7 @@ def policies(name: str | None, as_json: bool, markdown: bool) -> None:
     """List all policies, or show the card of NAME.
 
     NAME is a built-in policy, the entry point of an installed plug-in, or path/to/file.py:ClassName; add
-    ~flipped, ~shuffled or ~merge-off for a control twin.
+    ~flipped, ~shuffled or ~merge-off for a control twin. A composition, "snapkv+int8", has a card too.
     """
     from kvassay.policy import registry
     from kvassay.policy.describe import describe
@@ -32,7 +34,7 @@ def policies(name: str | None, as_json: bool, markdown: bool) -> None:
         click.echo(cards.markdown(registry.get(each) for each in registry.BUILT_IN), nl=False)
         return
     if name is not None:
-        card = describe(registry.get(name))
+        card = describe(registry.parse(name) if "+" in name else registry.get(name))
         click.echo(json.dumps(card, indent=2)) if as_json else _show(card)
         return
     rows = [_row(each) for each in registry.names()]
@@ -57,7 +59,7 @@ def _table(rows: list[dict[str, Any]]) -> None:
             table.add_row(row["name"], f"[red]{escape(row['error'])}[/red]")
             continue
         table.add_row(
-            row["name"] + ("†" if row["reference"] else "") + ("‡" if row["reconstruction"] else ""),
+            row["name"] + "".join(mark for key, mark in MARKS.items() if row[key]),
             ", ".join(row["effects"]),
             ", ".join(row["budgets"]) or "-",
             "yes" if row["exact"] else "no",
@@ -67,6 +69,7 @@ def _table(rows: list[dict[str, Any]]) -> None:
     console.print(table)
     console.print(
         "\n† reference: a yardstick that no engine could run   ‡ reconstruction: gaps of the source were filled in\n"
+        "§ external: another project's code decides, in an environment of its own\n"
         "exact: attention over what is retained is exact\n"
         "kvassay policies NAME shows the whole card: evidence, source, deviations, parameters",
         markup=False,

@@ -109,7 +109,8 @@ def record(
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-    from kvassay.record.load import load
+    from kvassay.experiment.memory import recording_need
+    from kvassay.record.load import describe, load, torch_device
     from kvassay.record.options import RecordOptions
     from kvassay.record.transformers import record_sample
     from kvassay.workload.registry import build, get
@@ -129,6 +130,11 @@ def record(
         record_with_vllm(model, make, folders, options, vllm, device, overwrite)
         return
     refuse_for_transformers(vllm)
+    torch_device(device)
+    files = describe(model)
+    need = recording_need(model, files.layout, context, options.prefill_chunk, device)
+    click.echo(need.line, err=True)
+    need.check()
     loaded = load(model, device=device)
     with Progress(console=Console(stderr=True), transient=True) as bars:
         for index, folder in enumerate(folders):

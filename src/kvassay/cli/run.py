@@ -24,14 +24,25 @@ def run(
     before anything is computed, and must have been declared by then; a continued run is judged by it again.
 
     With --contexts a long experiment is run in instalments: a later run with more of them computes those alone.
+
+    A [[long]] table replays synthetic rows of a model's layer shape, 128k to 1m tokens, layer by layer in the open
+    loop; no model is needed for it.
     """
     if exploratory and gate_file is None:
         raise click.UsageError("--exploratory needs --gate")
     from kvassay.experiment.schema import load_experiment
     from kvassay.gate.session import judge_run, pin, pinned
-    from kvassay.report.session import run_and_report
+    from kvassay.report.session import RUNS, run_and_report
 
     experiment = load_experiment(file)
+    if experiment.long:
+        from kvassay.report.long import run_long_and_report
+        from kvassay.report.table import console_for
+
+        folder = out or RUNS / experiment.experiment.name
+        run_long_and_report(experiment, str(file), file.parent, folder, console_for())
+    if not experiment.workload:
+        return
     run_and_report(
         experiment if contexts is None else experiment.first(contexts),
         str(file),

@@ -21,8 +21,14 @@ import click
 )
 def show(run: Path, as_json: bool, html: bool, picture: Path | None, export: tuple[str, Path] | None) -> None:
     """Show the results of the run folder RUN as a table (or as asked)."""
+    from kvassay.experiment.folder import LONG, MANIFEST
     from kvassay.experiment.results import Results, as_data
 
+    alone = (run / LONG).is_file() and not (run / MANIFEST).is_file()
+    if alone or ((run / LONG).is_file() and not (as_json or html or picture or export)):
+        _show_long(run, as_json)
+    if alone:
+        return
     results = Results.open(run)
     if as_json:
         click.echo(json.dumps(as_data(results), indent=1, ensure_ascii=False))
@@ -41,10 +47,25 @@ def show(run: Path, as_json: bool, html: bool, picture: Path | None, export: tup
             click.echo(file)
     if not (as_json or html or picture or export):
         from kvassay.report.acceptance import AcceptanceTable
+        from kvassay.report.facts import FactsTable
         from kvassay.report.table import ReportTable, console_for
         from kvassay.report.verdicts import verdict_table
 
         verdicts = verdict_table(run)
         if verdicts is not None:
             console_for().print(verdicts, "")
-        console_for().print(ReportTable(results), AcceptanceTable(results), sep="")
+        console_for().print(ReportTable(results), FactsTable(results), AcceptanceTable(results), sep="")
+
+
+def _show_long(run: Path, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from kvassay.experiment.long import read_long
+    from kvassay.report.long import long_tables
+    from kvassay.report.table import console_for
+
+    rows, refused = read_long(run)
+    if as_json:
+        click.echo(json.dumps({"rows": [asdict(row) for row in rows], "refused": refused}, indent=1))
+    else:
+        console_for().print(long_tables(rows, refused))

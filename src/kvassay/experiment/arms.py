@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,7 +61,8 @@ def check_budgets(experiment: Experiment, arms: list[Arm], source: str) -> None:
     for number, workload in enumerate(experiment.workload):
         for arm in arms:
             try:
-                Allowance.resolve(arm.budget, workload.length, arm.protection)
+                for budget in (arm.budget, *arm.policy.fixed_budgets):
+                    Allowance.resolve(budget, workload.length, arm.protection)
             except KvassayError as error:
                 place = f"[[workload]] {number + 1} ({workload.name}, {workload.length} tokens)"
                 raise ExperimentError(f"{source}: {place}, arm '{arm.label}': {error}") from None
@@ -131,13 +133,7 @@ def _own_prefill(policy: Policy, protection: Protection) -> Callable[[Sequence[B
 def _parse_from(base: Path) -> Callable[[str], Policy]:
     """A parser that looks relative plug-in files up in `base`."""
 
-    def parse_here(text: str) -> Policy:
-        file, dot, rest = text.strip().partition(".py:")
-        if dot and not Path(file).expanduser().is_absolute():
-            return parse(f"{base / file}.py:{rest}")
-        return parse(text)
-
-    return parse_here
+    return partial(parse, base=base)
 
 
 def _named(place: str, call: Callable[[Any], T], argument: Any) -> T:

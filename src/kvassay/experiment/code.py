@@ -36,11 +36,12 @@ OUTSIDE = (
 NOT_CELLS = ("kvassay.experiment", "kvassay.report", "kvassay.gate", "kvassay.cli")
 
 
-def replay_code(policies: Iterable[Policy]) -> str:
-    """sha256 of the code that replays these policies, plug-in files included."""
-    roots = {REPLAY}
+def replay_code(policies: Iterable[Policy], entries: Iterable[str] = (REPLAY,)) -> str:
+    """sha256 of the code that replays these policies from the modules `entries`, plug-in files included."""
+    roots = set(entries)
     for policy in policies:
-        roots.update(kind.__module__ for kind in type(policy).__mro__ if kind.__module__ != "builtins")
+        for part in {policy, *policy.parts}:
+            roots.update(kind.__module__ for kind in type(part).__mro__ if kind.__module__ != "builtins")
         if "~" in policy.card.name:
             roots.add(TWINS)
     return code_sha256(closure(roots))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from kvassay.experiment.folder import CELLS, COST, FIDELITY, LATENCY, SAMPLES, SPECULATION
+from kvassay.experiment.folder import CELLS, COST, FIDELITY, LATENCY, LONG, SAMPLES, SPECULATION
 from kvassay.experiment.records import record_schema
 from kvassay.experiment.rows import FREED, cell_type, sample_schema
 from kvassay.measure.acceptance import AcceptanceResult
@@ -17,6 +17,7 @@ from kvassay.measure.aggregate import FLIPPED
 from kvassay.measure.columns import ARM, LABELS, ColumnCard, Words, words_of
 from kvassay.measure.cost import CostResult
 from kvassay.measure.latency import LatencyResult
+from kvassay.measure.long import LongRow
 from kvassay.measure.metrics import AMOUNTS, CARDS, QUALITY, RECLAIM_TEXT
 from kvassay.measure.resample import LEVEL, MIN_CLUSTERS
 from kvassay.measure.result import BranchResult, LayerFidelity
@@ -47,6 +48,7 @@ def files() -> tuple[FileCard, ...]:
         FileCard(COST, "one arm on one trace set on one hardware", _record(CostResult)),
         FileCard(SPECULATION, "one question, arm, mode, drafter and k", _record(AcceptanceResult)),
         FileCard(FIDELITY, "one question, arm and layer, open loop", _record(LayerFidelity)),
+        FileCard(LONG, "one layer of a long row under one arm, open loop", _record(LongRow)),
     )
 
 

@@ -11,6 +11,8 @@ latency.parquet decode time of every arm, measured on this machine
 speculation/    one parquet per context with what was accepted of drafts, if that is measured
 speculation.parquet all of them
 fidelity.parquet attention error by layer and head in the open loop, if `kvassay fidelity` was asked for it
+long/           one parquet per layer of a long row with all arms, by key: what a later run continues from
+long.parquet    one row per layer of each long row and arm, if the experiment has `[[long]]`
 cost.parquet    decode time of every arm on other hardware, modelled
 schema.json     every column of these files: type, unit, denominator, direction, measured or modelled
 gate.toml       the gate that judges the run, with a copy of its log, gate-log.jsonl
@@ -38,6 +40,7 @@ CHECKS = "checks.json"
 LATENCY = "latency.parquet"
 COST = "cost.parquet"
 FIDELITY = "fidelity.parquet"
+LONG = "long.parquet"
 SCHEMA = "schema.json"
 SPECULATION = "speculation.parquet"
 REPORT = "report.html"
@@ -54,10 +57,15 @@ class RunFolder:
         self.traces = self.path / "traces"
         self.units = self.path / "units"
         self.speculation = self.path / "speculation"
+        self.long_rows = self.path / "long"
 
     def unit(self, key: str) -> Path:
         """File of a finished unit."""
         return self.units / f"{key}.parquet"
+
+    def long_row(self, key: str) -> Path:
+        """File of one layer of a long row under all arms."""
+        return self.long_rows / f"{key}.parquet"
 
     def drafted(self, key: str) -> Path:
         """File of a context's speculative acceptance."""
@@ -87,7 +95,7 @@ class RunFolder:
 
     def _clean(self) -> None:
         # Trace recordings grow in hidden siblings of their final folder; both kinds begin with a dot.
-        for folder in (self.path, self.units, self.traces, self.speculation):
+        for folder in (self.path, self.units, self.traces, self.speculation, self.long_rows):
             for left in folder.glob(".*"):
                 if left.name == ".lock":
                     continue

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from kvassay.cache.reclaim import MODES, Mode
 from kvassay.errors import CacheError, ExperimentError, did_you_mean
+from kvassay.experiment.arminfo import ArmInfo
 from kvassay.experiment.results import Results, SetResult
 from kvassay.measure.aggregate import DENSE, Cell
 from kvassay.replay.serving.cost import TableTimes
@@ -28,7 +29,8 @@ def load_footprints(
 ) -> list[Footprint]:
     """The footprints of a run folder's arms, or of a TOML file's `[[footprint]]` tables.
 
-    arms: labels to take; of a run, by default all but dense and the references, which no engine can run.
+    arms: labels to take; of a run, by default all but dense, the references, which no engine can run, and what acts on
+        generated tokens alone: a run counts the blocks that its contexts free, so those are stated in a file.
     trace_set: which of a run's trace sets; by default the one with the longest contexts.
     timing: when an arm's bytes shrink, in place of what the run or file says: a run measures most arms after a dense
         prefill, whereas an engine stores an fp8 cache as fp8 from the first token on.
@@ -66,7 +68,7 @@ def _measured(results: Results, mode: Mode, arms: Sequence[str], trace_set: str 
     wanted = [
         cell
         for cell in found.cells
-        if not cell.arm.startswith(DENSE) and (cell.arm in arms or not results.arms[cell.arm].reference)
+        if not cell.arm.startswith(DENSE) and (cell.arm in arms or _can_be_served(results.arms[cell.arm]))
     ]
     return [_footprint(results, found, cell, dense, mode) for cell in wanted]
 
@@ -84,6 +86,11 @@ def _set(results: Results, label: str | None) -> SetResult:
 
 def _footprint(results: Results, found: SetResult, cell: Cell, dense: Cell, mode: Mode) -> Footprint:
     info = results.arms[cell.arm]
+    if _later_only(info):
+        raise ExperimentError(
+            f"{results.path}: {cell.arm} acts on generated tokens alone, and a run counts blocks that contexts free; "
+            "state its footprint in a file, with timing = 'every_n'"
+        )
     blocks = dense.amounts["blocks_total"]
     freed = cell.blocks_freed.get(mode)
     if freed is None:
@@ -107,6 +114,15 @@ def _footprint(results: Results, found: SetResult, cell: Cell, dense: Cell, mode
         correct=cell.quality["task"].mean,
         dense_correct=dense.quality["task"].mean,
     )
+
+
+def _can_be_served(info: ArmInfo) -> bool:
+    return not info.reference and not _later_only(info)
+
+
+def _later_only(info: ArmInfo) -> bool:
+    """Whether the policy edits generated tokens and leaves every prompt as it is."""
+    return "evict" in info.effects and not {"after_prefill", "offline"} & set(info.when) and bool(info.when)
 
 
 def _stated(path: Path) -> list[Footprint]:
@@ -145,4 +161,6 @@ def _one(where: str, table: dict[str, Any]) -> Footprint:
 def _fits(kind: str, value: object) -> bool:
     if kind.startswith("float"):
         return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind == "int":
+        return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, bool if kind == "bool" else str)

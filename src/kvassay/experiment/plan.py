@@ -216,7 +216,7 @@ def trace_folder(name: str, identity: ModelIdentity, sample: Sample, options: Re
 
     The sample itself is hashed, not the recipe, so that a corrected workload is recorded anew.
     """
-    key = _key(
+    key = key_of(
         {
             "model": dataclasses.asdict(identity),
             "sample": json.loads(sample.to_json()),
@@ -231,11 +231,11 @@ def trace_folder(name: str, identity: ModelIdentity, sample: Sample, options: Re
 def unit_key(trace: Trace, plan: Plan, calibration: Trace | None = None) -> str:
     """Key of a unit: what was recorded, how it is replayed, under which arms, fitted on what, by which code."""
     fitted = {} if calibration is None else {"calibration": trace_content(calibration)}
-    return _key(
+    return key_of(
         {
             **fitted,
             "trace": trace_content(trace),
-            "arms": [_arm_key(arm) for arm in plan.arms],
+            "arms": [arm_key(arm) for arm in plan.arms],
             "protocol": dataclasses.asdict(plan.protocol),
             "device": plan.experiment.experiment.device,
             "code": plan.code,
@@ -250,14 +250,20 @@ def trace_content(trace: Trace) -> str:
     return _sha256(header)
 
 
-def _arm_key(arm: Arm) -> dict[str, Any]:
-    kind = type(arm.policy)
-    module = kind.__module__ if kind.__module__.startswith("kvassay.") else "plug-in"
+def arm_key(arm: Arm) -> dict[str, Any]:
+    """What decides an arm's results: its policy's class and parameters, budget, protection, prefill."""
+    policy = "+".join(_class_key(type(part)) for part in arm.policy.parts)
     rest = {f.name: str(getattr(arm, f.name)) for f in dataclasses.fields(arm) if f.name != "policy"}
-    return {"policy": f"{module}:{kind.__qualname__}", "parameters": arm.policy.parameters, **rest}
+    return {"policy": policy, "parameters": arm.policy.parameters, **rest}
 
 
-def _key(parts: dict[str, Any]) -> str:
+def _class_key(kind: type[Policy]) -> str:
+    module = kind.__module__ if kind.__module__.startswith("kvassay.") else "plug-in"
+    return f"{module}:{kind.__qualname__}"
+
+
+def key_of(parts: dict[str, Any]) -> str:
+    """The key of something that is decided by these parts."""
     return _sha256(parts)[:KEY_LENGTH]
 
 

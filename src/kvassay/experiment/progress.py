@@ -25,6 +25,9 @@ class Listener(Protocol):
     def end(self, found: bool) -> None:
         """The unit is done; `found` says it was there from an earlier run."""
 
+    def note(self, text: str) -> None:
+        """Something to be known of the whole run."""
+
 
 class Silent:
     """A listener that says nothing."""
@@ -36,6 +39,9 @@ class Silent:
         """Say nothing."""
 
     def end(self, found: bool) -> None:
+        """Say nothing."""
+
+    def note(self, text: str) -> None:
         """Say nothing."""
 
 
@@ -68,6 +74,10 @@ class Plain:
         left = self.spent / self.computed * (self.total - self.done)
         self._print(f"{seconds:.1f} s" + (f", about {_clock(left)} left" if self.done < self.total else ""))
 
+    def note(self, text: str) -> None:
+        """Print it."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     def _print(self, text: str) -> None:
         line = f"[{self.done}/{self.total}] {self.title}: {text}"
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -91,6 +101,10 @@ class Bars:
     def end(self, found: bool) -> None:
         """Move on."""
         self.progress.advance(self.bar)
+
+    def note(self, text: str) -> None:
+        """Print it above the bar."""
+        self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager

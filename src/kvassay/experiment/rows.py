@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from kvassay.errors import ExperimentError
 from kvassay.experiment.records import arrow_type, first_line
 from kvassay.measure.aggregate import FLIPPED, Cell
-from kvassay.measure.metrics import AMOUNTS, CARDS, QUALITY
+from kvassay.measure.metrics import AMOUNTS, CARDS, QUALITY, STATES
 from kvassay.measure.resample import Bounds, Estimate
 from kvassay.measure.result import RECLAIM_MODES, BranchResult
 from kvassay.measure.statistics import Flips
@@ -152,7 +152,7 @@ def cell_from_row(row: Mapping[str, Any]) -> Cell:
         worst_difference={name: row[f"{name}_diff_worst"] for name in QUALITY} if compared else {},
         flips={name: _flips(name, row) for name in FLIPPED} if compared else {},
         diverged=row["diverged"],
-        amounts={name: row[name] for name in AMOUNTS},
+        amounts={name: row.get(name, 0.0) if name in STATES else row[name] for name in AMOUNTS},
         peak_bytes=row["peak_bytes"],
         blocks_freed={m: row[f"{FREED}_{m}"] for m in RECLAIM_MODES if row[f"{FREED}_{m}"] is not None},
     )

@@ -19,6 +19,7 @@ from kvassay.experiment.checking import opening_of
 from kvassay.experiment.collect import collect
 from kvassay.experiment.drafters import draft_models
 from kvassay.experiment.folder import MANIFEST, RESOLVED, RunFolder
+from kvassay.experiment.memory import memory_plan
 from kvassay.experiment.plan import Plan, Unit, short_model
 from kvassay.experiment.progress import Listener, Silent
 from kvassay.experiment.provenance import commit, machine, now
@@ -51,18 +52,21 @@ def run(
     jobs: units computed side by side, each in a process with its share of the cores (None: as many as cores
         and memory allow; 1: in this process). Results may differ in their last bits between numbers of jobs,
         never between an interrupted and an uninterrupted run of the same number.
-    Raises `ModelError` for a model or device that cannot be there, before anything is written, and
-    `ExperimentError` if another run holds the folder, it holds another experiment, or it cannot be written;
-    whatever is finished stays.
+    Raises `ModelError` for a model or device that cannot be there and `DoesNotFit` for too little memory, before
+    anything is written, and `ExperimentError` if another run holds the folder, it holds another experiment, or it
+    cannot be written; whatever is finished stays.
     """
     torch_device(_device(plan))
     for model in (*(model for model, _ in _by_model(plan)), *draft_models(plan.experiment)):
         locate(model)
     folder = RunFolder(path)
     jobs = jobs or (suggested_jobs(plan) if replay is replay_trace else 1)
+    hears = listener or Silent()
+    for need in memory_plan(plan, jobs):
+        hears.note(need.line)
+        need.check()
     with folder.locked(), fitting_once():
         manifest = _start(folder, plan, jobs)
-        hears = listener or Silent()
         if jobs == 1:
             done = _units(plan, folder, hears, replay, manifest, Session.compute)
         else:

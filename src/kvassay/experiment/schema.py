@@ -32,8 +32,8 @@ class About(Table):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the experiment and of its run folder: letters, digits, `.`, `_` and `-`."""
-    models: Names = Field(min_length=1)
-    """Embedded names, folders or Hugging Face ids."""
+    models: Names = ()
+    """Embedded names, folders or Hugging Face ids; needed as soon as there is a `[[workload]]`."""
     seed: int = Field(default=0, ge=0)
     """Seed of the workloads, the policies' random numbers and the intervals."""
     device: str = "cpu"
@@ -55,6 +55,21 @@ class Workload(Table):
     """True puts the questions into the context, so that policies see them while compressing."""
     params: dict[str, int | float | str | bool] = Field(default_factory=dict)
     """Parameters of the workload that differ from its defaults."""
+
+
+class Long(Table):
+    """`[[long]]`: synthetic rows of a model's layer shape, replayed open loop, layer by layer; no model is needed."""
+
+    row: str
+    """Name in `kvassay inspect`."""
+    lengths: Annotated[tuple[Tokens, ...], BeforeValidator(as_tuple)] = Field(min_length=1)
+    """Tokens of the contexts: "128k", "256k", "500k", "1m" or whole numbers."""
+    layers: int = Field(default=1, ge=1)
+    """Layers replayed, evenly spaced among those whose state grows with the context; results say out of how many.
+    Sliding layers hold a bounded state that no policy here touches; their bytes stand beside."""
+    question: int = Field(default=8, ge=2, le=64)
+    """Tokens after the context whose queries are replayed: half ask as recorded questions do, half look for a planted
+    token each."""
 
 
 class Arms(Table):
@@ -160,7 +175,8 @@ class Experiment(Table):
     """A whole experiment file."""
 
     experiment: About
-    workload: Annotated[tuple[Workload, ...], BeforeValidator(as_tuple)] = Field(min_length=1)
+    workload: Annotated[tuple[Workload, ...], BeforeValidator(as_tuple)] = ()
+    long: Annotated[tuple[Long, ...], BeforeValidator(as_tuple)] = ()
     arms: Arms
     protection: ProtectionTable = ProtectionTable()
     protocol: ProtocolTable = ProtocolTable()
@@ -181,6 +197,14 @@ class Experiment(Table):
         """The same experiment on at most the first so many contexts of each workload."""
         fewer = [item.model_copy(update={"contexts": min(item.contexts, contexts)}) for item in self.workload]
         return self.model_copy(update={"workload": tuple(fewer)})
+
+    @model_validator(mode="after")
+    def _something_to_run(self) -> Self:
+        if not self.workload and not self.long:
+            raise ValueError("nothing to run: neither a [[workload]] nor a [[long]]")
+        if self.workload and not self.experiment.models:
+            raise ValueError("there is a [[workload]], so [experiment] must list models")
+        return self
 
 
 def parse_experiment(data: dict[str, Any], source: str) -> Experiment:

@@ -61,7 +61,9 @@ def screen_trace(
     trace = Trace.open(path)
     other = None if calibration is None else Trace.open(calibration)
     wanted = _arms(policies, [Budget.parse(text) for text in budgets], protection, yardsticks)
-    reasons = {arm.label: covers(arm.policy, arm.prefill, calibrated=other is not None) for arm in wanted}
+    reasons = {
+        arm.label: covers(arm.policy, arm.prefill, calibrated=other is not None, layout=trace.layout) for arm in wanted
+    }
     arms = tuple(arm for arm in wanted if reasons[arm.label] is None)
     if not arms:
         raise PolicyError("; ".join(f"arm '{label}' {reason}" for label, reason in reasons.items()))
@@ -102,7 +104,7 @@ def screen_run(results: Results, progress: Callable[[str], None] = lambda messag
         trace = Trace.open(folder.traces / name)
         covered = []
         for arm in plan.arms:
-            reason = covers(arm.policy, arm.prefill, calibrated=calibration is not None)
+            reason = covers(arm.policy, arm.prefill, calibrated=calibration is not None, layout=trace.layout)
             if reason is not None:
                 skipped[arm.label] = reason
             elif not arm.again:

@@ -21,6 +21,7 @@ from kvassay.measure.aggregate import DENSE
 from kvassay.measure.latency import LatencyResult, quartiles
 from kvassay.record.load import load
 from kvassay.replay.closed import replay_trace
+from kvassay.replay.compressors import keeps_entries
 from kvassay.replay.latency import ArmTimes, time_arms
 from kvassay.trace.reader import Trace
 
@@ -50,7 +51,7 @@ def time_run(
 
 def _key(timed: Sequence[Done], rounds: int, machine: Mapping[str, Any]) -> str:
     """Hash of what decides the times; a unit's key already covers trace, arms, protocol and policies."""
-    here = {name: machine[name] for name in ("cpu", "cpu_count", "torch_threads")}
+    here = {name: machine[name] for name in ("cpu", "cpu_count", "torch_threads", "device")}
     parts = [[item.key for item in timed], rounds, here, code_sha256(closure([CODE]))]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -61,16 +62,23 @@ def _timed(
     """Rows of all trace sets; one model in memory at a time."""
     say("timing: what this machine can do")
     busy = psutil.getloadavg()[0]
-    roofs = measure_roofs()
-    hardware = f"{machine['cpu']}, {roofs.threads} threads"
+    device = plan.experiment.experiment.device
+    roofs = measure_roofs(device)
+    hardware = machine["device"] if device != "cpu" else f"{machine['cpu']}, {roofs.threads} threads"
     for model in dict.fromkeys(item.unit.trace_set.model for item in timed):
-        session = Session(load(model), plan, folder, replay_trace, say)
+        session = Session(load(model, device=device), plan, folder, replay_trace, say)
         calibration = session.calibration(model)
         for trace_set in (one for one in plan.trace_sets if one.model == model):
-            say(f"timing: {short_model(model)}, {trace_set.label}")
-            traces = [Trace.open(folder.traces / item.trace) for item in timed if item.unit.trace_set == trace_set]
+            title = f"timing: {short_model(model)}, {trace_set.label}"
+            mine = [item for item in timed if item.unit.trace_set == trace_set]
+            if keeps_entries(session.loaded.layout):
+                say(f"{title}: not timed, compressed entries lie outside the paged cache")
+                continue
+            say(title)
+            arms = [arm for arm in plan.arms if not any(arm.label in item.idle for item in mine)]
+            traces = [Trace.open(folder.traces / item.trace) for item in mine]
             found = [
-                time_arms(session.loaded, trace, plan.arms, plan.protocol, plan.experiment.latency.rounds, calibration)
+                time_arms(session.loaded, trace, arms, plan.protocol, plan.experiment.latency.rounds, calibration)
                 for trace in traces
             ]
             yield from _results(trace_set, [list(times) for times in zip(*found, strict=True)], roofs, hardware, busy)

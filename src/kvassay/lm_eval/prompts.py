@@ -174,7 +174,7 @@ class Prompts:
         layout, tokens = self.loaded.layout, (*prompt.context, *prompt.rest)
         groups = group_specs(layout, self.protocol.block_size)
         blocks = 1 + sum(2 * (-(-(len(tokens) + room) // group.block_size) + 2) for group in groups)
-        cache = PagedCache(layout, groups, blocks)
+        cache = PagedCache(layout, groups, blocks, device=self.loaded.device)
         engine, arm = Engine(self.loaded.model, cache), Arm(make("dense"), None, self.arm.protection)
         lane = Lane(
             arm,

@@ -17,6 +17,7 @@ from kvassay.errors import ExperimentError
 from kvassay.measure.acceptance import AcceptanceResult
 from kvassay.measure.cost import CostResult
 from kvassay.measure.latency import LatencyResult
+from kvassay.measure.long import LongRow
 from kvassay.measure.metrics import CARDS
 from kvassay.measure.result import BranchResult, LayerFidelity
 from kvassay.measure.statistics import Better
@@ -95,12 +96,17 @@ SAMPLE: dict[str, Words] = {
         meaning="`retained_bytes_scope` / dense's in the same layers; lower is better.",
     ),
     "peak_bytes": Words(),
-    "selected_tokens": Words(denominator="tokens processed after the context, KV heads, scoped layers"),
+    "selected_tokens": Words(
+        denominator="tokens processed after the context, KV heads, layers that read a cache in scope"
+    ),
     "blocks_total": Words(),
     "read_bytes": Words(denominator="teacher-forced tokens after the context"),
     "read_fraction": Words(denominator="dense's for the same token"),
     "policy_bytes": Words(),
     "artefact_bytes": Words("bytes", better="lower"),
+    "index_bytes": Words("bytes", better="lower"),
+    "index_read_bytes": Words("bytes per decoded token", "teacher-forced tokens after the context", "lower"),
+    "pooled_bytes": Words("bytes", better="lower"),
     "prefill": _given(),
     "ended": Words(),
     "policy_seconds": Words(),
@@ -177,12 +183,43 @@ FIDELITY: dict[str, Words] = {
     "dense_bytes": Words("bytes per query", QUERIES),
     "head_errors": Words("fraction, by query head", "norm of dense's output of that head", "lower"),
 }
+LONG_SECONDS = "wall seconds of this CPU"
+LONG: dict[str, Words] = {
+    "source": _given(),
+    "statistics": _given(),
+    "row": _given(),
+    "tokens": _given(unit="tokens"),
+    "layer": _given("Index of the layer.", "ordinal"),
+    "kind": _given(),
+    "layers_like_it": _given(unit="layers"),
+    "layers_replayed": _given("Layers of this kind that were replayed; evenly spaced by depth.", "layers"),
+    "arm": ARM,
+    "judges": _given(),
+    "retained_bytes": Words("bytes", better="lower"),
+    "retained_fraction": Words("fraction", "dense's of the same layer", "lower"),
+    "sliding_bytes": Words("bytes", how="modelled"),
+    "blocks_total": Words("blocks"),
+    "blocks_freed_layer": Words("blocks", "not divided (of blocks_total)", "higher"),
+    "blocks_freed_head": Words("blocks", "not divided (of blocks_total)", "higher"),
+    "read_bytes": Words("bytes per query", QUERIES, "lower"),
+    "read_fraction": Words("fraction", "dense's for the same queries", "lower"),
+    "scan_bytes": Words("bytes per query", QUERIES, "lower"),
+    "policy_bytes": Words("bytes", better="lower"),
+    "decide_seconds": Words(LONG_SECONDS, better="lower"),
+    "summarize_seconds": Words(LONG_SECONDS, better="lower"),
+    "select_seconds": Words(LONG_SECONDS, "queries of the question", "lower"),
+    "peak_rss_bytes": Words("bytes", better="lower"),
+    "output_error": Words("fraction", "norm of dense's output", "lower"),
+    "retained_mass": Words("fraction", HEADS, "higher"),
+    "target_recall": Words("fraction", "(query head, query) pairs with a target", "higher"),
+}
 RECORDS: dict[type[Any], dict[str, Words]] = {
     BranchResult: SAMPLE,
     LatencyResult: LATENCY,
     CostResult: COST,
     AcceptanceResult: SPECULATION,
     LayerFidelity: FIDELITY,
+    LongRow: LONG,
 }
 
 

@@ -41,6 +41,14 @@ class Deviation:
         self.read, self.scanned, self.dense = self.read + read, self.scanned + scanned, self.dense + dense
         self.queries += queries
 
+    def join(self, other: Deviation) -> None:
+        """Add the same queries under other query heads, which come after these."""
+        self.squared_errors = [*self.squared_errors, *other.squared_errors]
+        self.squared_norms = [*self.squared_norms, *other.squared_norms]
+        self.mass, self.rows = self.mass + other.mass, self.rows + other.rows
+        self.read, self.scanned = self.read + other.read, self.scanned + other.scanned
+        self.dense, self.queries = self.dense + other.dense, other.queries
+
     @property
     def output_error(self) -> float:
         """||arm - dense|| / ||dense|| over all queries and heads; an error where dense is 0 is infinite."""

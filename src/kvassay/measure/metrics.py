@@ -121,7 +121,7 @@ _CARDS = (
         "selected",
         "tokens",
         "lower",
-        "tokens read per KV head and scoped layer in a decode step, mean",
+        "tokens read per KV head and layer that reads a cache in scope, in a decode step, mean",
     ),
     MetricCard(
         "read_fraction",
@@ -131,6 +131,27 @@ _CARDS = (
         "KV bytes read to decode one answer token (K, V, side data, metadata, scoring scan) / dense's for that token",
     ),
     MetricCard("read_bytes", "bytes read", "bytes per token", "lower", "numerator of read, mean over answer tokens"),
+    MetricCard(
+        "index_bytes",
+        "index keys held",
+        "bytes",
+        "lower",
+        "those of the bytes held that are keys of the model's own selection index",
+    ),
+    MetricCard(
+        "index_read_bytes",
+        "index keys read",
+        "bytes per token",
+        "lower",
+        "those of the bytes read that are keys of the model's own selection index, mean over answer tokens",
+    ),
+    MetricCard(
+        "pooled_bytes",
+        "compressed entries held",
+        "bytes",
+        "lower",
+        "those of the bytes held that are compressed entries, one per several tokens",
+    ),
     MetricCard(
         "policy_bytes",
         "policy bytes",
@@ -162,6 +183,9 @@ QUALITY = tuple(card.field for card in _CARDS if card.quality)
 
 AMOUNTS = tuple(card.field for card in _CARDS if not card.quality and card.field != "peak_bytes")
 """Metrics that are plain means: bytes, traffic, tokens, blocks."""
+
+STATES = ("index_bytes", "index_read_bytes", "pooled_bytes")
+"""Amounts that are a part of another one, and 0 in models that keep no such state."""
 
 RECLAIM_TEXT: dict[str, str] = {
     "whole_block": "shared tables (vLLM today): a block goes only if every head of every layer of its group drops it",

@@ -68,7 +68,8 @@ class BranchResult:
     peak_bytes: float
     """Most bytes held after any teacher-forced step (the dense context before compression excluded)."""
     selected_tokens: float
-    """Mean tokens read per KV head and scoped layer in a decode step, of those visible to dense (tokens)."""
+    """Mean tokens read per KV head in a decode step by a layer that reads a cache in scope, its own or one it shares,
+    of those visible to dense (tokens)."""
 
     blocks_total: int
     """Blocks the context holds before compression in the shared tables of the KV cache groups that no window
@@ -88,6 +89,13 @@ class BranchResult:
     artefact_bytes: float = 0.0
     """Bytes of what the policy learnt offline and needs when it reads; once per model, not per sequence, and so
     not in `retained_bytes`."""
+    index_bytes: float = 0.0
+    """Those of `retained_bytes` that are keys of the model's own selection index: of tokens that some KV head of their
+    layer still holds, and of compressed entries."""
+    index_read_bytes: float = 0.0
+    """Those of `read_bytes` that are keys of the model's own selection index, which scores all that are held."""
+    pooled_bytes: float = 0.0
+    """Those of `retained_bytes` that are compressed entries, one per several tokens; no policy here touches them."""
     prefill: str = "shared_dense"
     """How this arm's context was prefilled: `shared_dense` (a fork of the one dense prefill) or `own`."""
     ended: str = "length"

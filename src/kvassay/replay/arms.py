@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvassay.errors import BudgetError, ExperimentError
+from kvassay.errors import BudgetError, ExperimentError, PolicyError
 from kvassay.policy.base import Policy
 from kvassay.policy.budget import Budget, Protection
 from kvassay.policy.card import Prefill
@@ -30,6 +30,8 @@ class Arm:
         if self.budget is not None and self.budget.unit not in card.budgets:
             allowed = ", ".join(sorted(card.budgets)) or "none: its size is a parameter"
             raise BudgetError(f"policy '{card.name}' takes no {self.budget.unit} budget (takes {allowed})")
+        if reason := self.policy.refuses(self.prefill):
+            raise PolicyError(f"policy '{card.name}' {reason}")
 
     @property
     def label(self) -> str:

@@ -13,14 +13,15 @@ from kvassay.cache.data import LayerData, Stored
 from kvassay.cache.edits import Decision
 from kvassay.cache.ops import Reclaimed
 from kvassay.errors import PolicyError
-from kvassay.kernels.reference import visible
+from kvassay.policy import readset
 from kvassay.policy.base import Memory, Policy
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Evidence, When
 from kvassay.policy.readset import ReadSet
 from kvassay.policy.views import BlockView, CacheView, HiddenStates, LayerView, Meter, Queries, Rows, StepView
+from kvassay.replay.indexing import Asked, chosen_by_index
 from kvassay.replay.lane import Lane
-from kvassay.replay.laws import check_protection, check_scope
+from kvassay.replay.laws import check_order, check_protection, check_scope
 
 Source = Callable[[int], Queries]
 """Queries of a layer."""
@@ -37,9 +38,18 @@ class Evidences:
 
 
 def view(
-    lane: Lane, layer: int, meter: Meter, evidence: Evidences, load: Callable[[], LayerData] | None = None
+    lane: Lane,
+    layer: int,
+    meter: Meter,
+    evidence: Evidences,
+    load: Callable[[], LayerData] | None = None,
+    *,
+    bare: bool = False,
 ) -> LayerView:
-    """One layer of a lane as its policy may see it; `load` if it has been read already."""
+    """One layer of a lane as its policy may see it; `load` if it has been read already.
+
+    bare: the lane gives its geometry alone, and is not kept: what `load` reads is in no code
+    """
     offered: dict[Evidence, Callable[[], Queries]] = {}
     for kind, source in ((Evidence.QUERIES, evidence.recent), (Evidence.FUTURE_QUERIES, evidence.future)):
         if source is not None:
@@ -57,13 +67,14 @@ def view(
         sinks=lane.sinks.get(layer),
         side=lane.side.get(layer),
         block_size=group.block_size,
+        code_bytes=None if bare else lambda: lane.cache.code_bytes(lane.seq, layer),
     )
 
 
-def cache_view(lane: Lane, meter: Meter, evidence: Evidences) -> CacheView:
+def cache_view(lane: Lane, meter: Meter, evidence: Evidences, moment: When = When.AFTER_PREFILL) -> CacheView:
     """All layers in the policy's scope."""
     layers = {index: view(lane, index, meter, evidence) for index in sorted(lane.scope)}
-    return CacheView(layers, lane.length, lane.allowance.context)
+    return CacheView(layers, lane.length, lane.allowance.context, moment)
 
 
 @dataclass(frozen=True)
@@ -80,7 +91,7 @@ Known = dict[Hashable, Scored]
 """Scores by policy and protection: arms that differ in budget alone score the same cache alike."""
 
 
-def decide(lane: Lane, evidence: Evidences, known: Known | None = None) -> Reclaimed:
+def decide(lane: Lane, evidence: Evidences, known: Known | None = None, moment: When = When.AFTER_PREFILL) -> Reclaimed:
     """Score, decide and apply once; the time and the bytes touched are charged to the lane.
 
     known: scores that other arms got from the very same cache and evidence, to be used and added to. Whoever
@@ -90,9 +101,9 @@ def decide(lane: Lane, evidence: Evidences, known: Known | None = None) -> Recla
     lane.refuse_uncommitted("edited")
     start = time.perf_counter()
     meter = Meter(lane.cache.layout.element_bytes)
-    cache = cache_view(lane, meter, evidence)
+    cache = cache_view(lane, meter, evidence, moment)
     decision = Decision()
-    if not lane.allowance.spares(cache.length):
+    if not lane.policy.spares(lane.allowance, cache.length):
         scores = _scores(lane, cache, meter, known)
         decision = decided(lane.policy, cache, scores, lane.memory, lane.allowance)
     before = lane.cache.moved_elements
@@ -122,7 +133,7 @@ def _scores(lane: Lane, cache: CacheView, meter: Meter, known: Known | None) -> 
 
 def propose(policy: Policy, cache: CacheView, memory: Memory, allowance: Allowance) -> Decision:
     """What the policy wants of all layers: scores layer by layer, then one decision; nothing is changed yet."""
-    if allowance.spares(cache.length):
+    if policy.spares(allowance, cache.length):
         return Decision()
     return decided(policy, cache, scored(policy, cache, memory), memory, allowance)
 
@@ -142,6 +153,7 @@ def decided(
     if not isinstance(decision, Decision):
         raise PolicyError(f"policy '{policy.card.name}': decide returned {type(decision).__name__}, not a Decision")
     check_scope(policy, cache, decision)
+    check_order(policy, cache, decision)
     check_protection(policy, cache, decision)
     return decision
 
@@ -156,8 +168,7 @@ def apply(lane: Lane, decision: Decision) -> Reclaimed:
 
 def due(lane: Lane, moment: When, tokens: int = 1) -> bool:
     """Whether the lane's policy edits the cache at this moment, its last `tokens` tokens having come in together."""
-    card = lane.policy.card
-    if not lane.policy.writes_decide or moment not in card.when:
+    if not lane.policy.decides_at(moment):
         return False
     return moment is not When.EVERY_N or lane.generated % _interval(lane) < tokens
 
@@ -197,11 +208,11 @@ def observe(lane: Lane, tokens: Sequence[int], evidence: Evidences, hidden: Mapp
     lane.seconds += time.perf_counter() - start
 
 
-def read(lane: Lane, layer: int, query: Tensor, load: Callable[[], LayerData]) -> tuple[ReadSet | None, Meter]:
-    """What the policy lets `query` [q_heads, queries, dim] read of a layer, and what choosing it scanned."""
+def read(lane: Lane, index: int, query: Tensor, load: Callable[[], LayerData]) -> tuple[ReadSet | None, Meter]:
+    """What the policy lets `query` [q_heads, queries, dim] of layer `index` read, and what choosing it scanned."""
     meter = Meter(lane.cache.layout.element_bytes)
-    shown = view(lane, layer, meter, Evidences(), load)
-    chosen = lane.policy.read(shown, query, lane.memory, lane.allowance, lane.previous.get(layer))
+    shown = view(lane, lane.cache.layout.source(index).index, meter, Evidences(), load)
+    chosen = lane.policy.read(shown, query, lane.memory, lane.allowance, lane.previous.get(index))
     if chosen is not None:
         chosen.validate(
             queries=query.shape[1],
@@ -210,34 +221,41 @@ def read(lane: Lane, layer: int, query: Tensor, load: Callable[[], LayerData]) -
             block_size=shown.block_size,
             name=lane.policy.card.name,
         )
-        lane.previous[layer] = chosen
+        lane.previous[index] = chosen
     return chosen, meter
 
 
-def select(lane: Lane, layer: int, query: Tensor) -> tuple[ReadSet | None, float, Stored | None]:
-    """What the policy selects of a layer for `query` [q_heads, queries, dim], the bytes it scanned to find out
-    (per query), and the layer as it lies if it had to be looked at; all None and 0 for a policy that selects nothing.
+def select(
+    lane: Lane, index: int, query: Tensor, asked: Asked | None = None
+) -> tuple[ReadSet | None, float, Stored | None]:
+    """What the policy selects for `query` [q_heads, queries, dim] of layer `index` from its cache, or from the one it
+    shares, the bytes it scanned to find out (per query), and the cache as it lies if it had to be looked at; all None
+    and 0 for a policy that selects nothing.
+
+    asked: where the model itself selects, what its index is asked with; no policy selects there
     """
-    if not (lane.policy.writes_read and layer in lane.scope):
+    if asked is not None:
+        return *chosen_by_index(lane.cache, lane.seq, index, asked), None
+    owner = lane.cache.layout.source(index).index
+    if not (lane.policy.writes_read and owner in lane.scope):
         return None, 0.0, None
-    data = lane.cache.stored(lane.seq, layer, query.shape[1])
-    chosen, meter = read(lane, layer, query, data.by_position)
+    data = lane.cache.stored(lane.seq, owner, query.shape[1])
+    chosen, meter = read(lane, index, query, data.by_position)
     return chosen, meter.total, data
 
 
 def seen(lane: Lane, index: int, data: Stored, positions: Tensor, chosen: ReadSet | None) -> Tensor:
     """What queries of layer `index` at true `positions` read of `data`, the cache of that layer or of its owner.
 
-    bool [q_heads, queries, tokens] under a selection, else [kv_heads, queries, tokens].
+    bool [kv_heads, queries, tokens], or [q_heads, queries, tokens] under a selection of each query head.
     """
     layout = lane.cache.layout
-    q_heads = layout.layers[index].q_heads
-    allowed = None if chosen is None else chosen.mask(data.slots, q_heads)
-    return visible(data, positions, q_heads, window=layout.source(index).window, allowed=allowed)
+    window = layout.source(index).window
+    return readset.seen(data, positions, layout.layers[index].q_heads, window=window, chosen=chosen)
 
 
 def _interval(lane: Lane) -> int:
-    interval = lane.policy.parameters.get("interval")
+    interval = getattr(lane.policy, "interval", None)
     if not isinstance(interval, int) or interval < 1:
         raise PolicyError(f"policy '{lane.policy.card.name}' acts every n tokens and needs a field interval >= 1")
     return interval
@@ -276,7 +294,7 @@ def _summary(lane: Lane, layer: int, done: int, full: int, size: int) -> Mapping
 def _charge_summary(lane: Lane, blocks: Sequence[Tensor]) -> None:
     """Charge the keys and values [blocks, kv_heads, block_size, dim] of new blocks that the card declares."""
     for evidence, side in zip((Evidence.KEYS, Evidence.VALUES), blocks, strict=True):
-        if evidence in lane.policy.card.evidence:
+        if evidence in lane.policy.summarizer.card.evidence:
             lane.touched += side.numel() * lane.cache.layout.element_bytes
 
 

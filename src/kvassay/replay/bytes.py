@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvassay.cache.data import Stored
 from kvassay.cache.paged import PagedCache
-from kvassay.policy.card import Evidence
+from kvassay.replay.indexing import alive_in, index_elements
 from kvassay.replay.lane import Lane
 
 BIAS_BYTES = 4
@@ -21,10 +21,15 @@ BIAS_BYTES = 4
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one lane, by layer, and of the policy's state."""
+    """Bytes of one lane, by layer, and of the policy's state.
+
+    index, pooled: those of the layers' bytes that are keys of the model's own index, or compressed entries
+    """
 
     layers: Mapping[int, float]
     state: float
+    index: float = 0.0
+    pooled: float = 0.0
 
     @property
     def total(self) -> float:
@@ -39,26 +44,45 @@ class Held:
 def held(lane: Lane) -> Held:
     """What a lane holds now."""
     state = sum(t.numel() * t.element_size() for t in lane.memory.state.values())
-    return Held({layer: held_layer(lane, layer) for layer in lane.layers}, state + _query_ring(lane))
+    index = {layer: held_index(lane, layer) for layer in lane.layers}
+    pooled = {layer: held_entries(lane, layer) for layer in lane.layers}
+    layers = {layer: held_layer(lane, layer) + index[layer] + pooled[layer] for layer in lane.layers}
+    return Held(layers, state + _query_ring(lane), sum(index.values()), sum(pooled.values()))
+
+
+def held_index(lane: Lane, layer: int) -> float:
+    """Bytes of a layer's index keys: of entries, or of the tokens that some KV head still holds; 0 without an index."""
+    layout = lane.cache.layout
+    if layout.layers[layer].index_keys is None:
+        return 0.0
+    if lane.compressors is not None:
+        return lane.compressors.index_keys(layer).numel() * layout.element_bytes
+    alive = alive_in(lane.cache, lane.seq, layer)
+    return index_elements(layout, layer, lane.length, alive) * layout.element_bytes
 
 
 def _query_ring(lane: Lane) -> float:
     """Bytes of the newest queries that a policy which decides while decoding has an engine keep, full or not."""
-    if not (lane.deciding and Evidence.QUERIES in lane.policy.card.evidence):
-        return 0.0
     layout = lane.cache.layout
     elements = sum(layout.layers[index].q_heads * layout.layers[index].kv.k_dim for index in lane.scope)
-    return lane.policy.queries_needed * elements * layout.element_bytes
+    return lane.policy.query_ring * elements * layout.element_bytes
+
+
+def held_entries(lane: Lane, layer: int) -> float:
+    """Bytes of a layer's compressed entries."""
+    return (
+        0.0 if lane.compressors is None else lane.compressors.entries(layer).numel() * lane.cache.layout.element_bytes
+    )
 
 
 def held_layer(lane: Lane, layer: int) -> float:
-    """Bytes of one layer: live slots, encoded segments, bias and side data."""
+    """Bytes of one layer without its index and entries: live slots, encoded segments, bias and side data."""
     cache, kv = lane.cache, lane.cache.layout.layers[layer].kv
     slots = float(cache.ledger.slots(lane.seq, layer).counts.sum())
     encoded = sum(segment.nbytes for segment in cache.ledger.segments(lane.seq, layer))
     side = sum(t.numel() * t.element_size() for t in lane.side.get(layer, {}).values())
     bias = BIAS_BYTES * cache.bias_elements(lane.seq, layer)
-    return slots * (kv.k_dim + kv.v_dim) * cache.layout.element_bytes + encoded + side + bias
+    return slots * kv.row * cache.layout.element_bytes + encoded + side + bias
 
 
 def read_bytes(cache: PagedCache, seq: int, layer: int, data: Stored, read: Tensor) -> tuple[float, float]:
@@ -69,7 +93,7 @@ def read_bytes(cache: PagedCache, seq: int, layer: int, data: Stored, read: Tens
     kv = cache.layout.layers[layer].kv
     total = float(read.sum())
     raw = total if data.encoded is None else float((read & ~data.encoded[:, None]).sum())
-    bytes_read = raw * (kv.k_dim + kv.v_dim) * cache.layout.element_bytes
+    bytes_read = raw * kv.row * cache.layout.element_bytes
     segments = cache.ledger.segments(seq, layer)
     if segments and data.encoded is not None:
         held_tokens = float(data.encoded.sum())

@@ -19,11 +19,11 @@ from kvassay.policy.base import Artefact, Policy
 from kvassay.policy.budget import Protection
 from kvassay.policy.card import Evidence, When
 from kvassay.policy.views import LayerView, Meter
-from kvassay.policy.weights import CalibrationPass, LayerWeights, Occlusions
+from kvassay.policy.weights import CalibrationPass, LayerWeights, Occlusions, Projection
 from kvassay.replay.evidence import after_prefill, recorded_queries, sinks_of
 from kvassay.replay.lane import scope_of
 from kvassay.replay.occlusion import occlusions
-from kvassay.replay.projections import calibration_pass, layer_weights
+from kvassay.replay.projections import calibration_pass, layer_weights, output_projection
 from kvassay.trace.reader import Segment, Trace
 
 SHARED_RUN = 64
@@ -65,6 +65,10 @@ class TraceCalibration:
     def weights(self) -> Mapping[int, LayerWeights]:
         """Key and value projections by layer; `EvidenceMissing` undeclared, `PolicyError` without a model."""
         return {layer.index: layer_weights(self._model(), layer) for layer in self._scope()}
+
+    def outputs(self) -> Mapping[int, Projection]:
+        """Output projections by layer; raises as `weights`."""
+        return {layer.index: output_projection(self._model(), layer) for layer in self._scope()}
 
     def passes(self, samples: int, tokens: int) -> Iterator[CalibrationPass]:
         """The model run over pieces of the context, one after the other; raises as `weights`."""

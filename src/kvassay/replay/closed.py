@@ -12,12 +12,12 @@ token at a time. The questions of a context share its compressed cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kvassay.cache.ops import group_specs
+from kvassay.cache.ops import GroupSpec, group_specs
 from kvassay.cache.paged import PagedCache
 from kvassay.errors import ExperimentError
 from kvassay.measure.result import BranchResult
@@ -31,8 +31,9 @@ from kvassay.replay.applies import not_applicable
 from kvassay.replay.arms import Arm
 from kvassay.replay.bytes import held
 from kvassay.replay.calibration import fit_offline
+from kvassay.replay.compressors import Compressors, keeps_entries
 from kvassay.replay.engine import QUERY_EVIDENCE, Engine
-from kvassay.replay.evidence import after_prefill, recorded_queries, sinks_of
+from kvassay.replay.evidence import after_prefill, index_keys, recorded_queries, sinks_of
 from kvassay.replay.feeding import feed
 from kvassay.replay.lane import Lane, scope_of
 from kvassay.replay.levels import blocks_held, freed_blocks, kept_by_position
@@ -105,17 +106,17 @@ class Replay:
         self.artefacts = artefacts or {}
         self.known: asking.Known = {}
         self.groups = group_specs(trace.layout, protocol.block_size)
-        self.cache = PagedCache(trace.layout, self.groups, self._blocks(forks * len(arms) + 2))
+        self.cache = PagedCache(trace.layout, self.groups, self._blocks(forks * len(arms) + 2), device=loaded.device)
         self.engine = Engine(loaded.model, self.cache)
         self.context = trace.prefix.tokens
-        self.dense = self._dense_context()
         self.sinks = sinks_of(trace)
+        self.index = index_keys(trace.prefix)
+        self.compressors: Compressors | None = None
+        self.dense = self._read_context(arms) if keeps_entries(trace.layout) else self._dense_context()
 
     def _blocks(self, lanes: int) -> int:
-        """Enough for every lane to own a full copy and its questions: memory is only touched when used."""
         longest = max((b.tokens for b in self.trace.branches), default=0) + self.protocol.free_tokens
-        per_lane = sum(-(-(self.trace.prefix.tokens + 2 * longest) // g.block_size) + 4 for g in self.groups)
-        return 1 + per_lane * lanes
+        return pool_blocks(self.groups, self.trace.prefix.tokens, longest, lanes)
 
     def _dense_context(self) -> int:
         ids = self.trace.prefix.token_ids.tolist()
@@ -126,6 +127,12 @@ class Replay:
                 k, v = (side(layer.index).transpose(0, 1)[None] for side in (self.trace.prefix.k, self.trace.prefix.v))
                 self.cache.write(layer.index, [seq], k, v)
         return seq
+
+    def _read_context(self, arms: Sequence[Arm]) -> int:
+        """Let the model read the context, densely: a trace holds entries, not what compressors still have open."""
+        lane = self._lane(replace(arms[dense_row(arms)], prefill=Prefill.OWN))
+        self.compressors = lane.compressors
+        return lane.seq
 
     # -- compress ---------------------------------------------------------------------------------------
 
@@ -142,14 +149,17 @@ class Replay:
 
     def _lane(self, arm: Arm) -> Lane:
         rng = torch.Generator().manual_seed(self.protocol.seed)
+        shared = arm.prefill is Prefill.SHARED_DENSE
         lane = Lane(
             arm,
-            self.cache.fork(self.dense) if arm.prefill is Prefill.SHARED_DENSE else self.cache.create([])[0],
+            self.cache.fork(self.dense) if shared else self.cache.create([])[0],
             self.cache,
             Allowance.resolve(arm.budget, self.context, arm.protection),
             Memory(artefact=self.artefacts.get(arm.policy.label), rng=rng),
             scope_of(self.trace.layout, arm.policy),
             self.sinks,
+            index=dict(self.index) if shared else {},
+            compressors=self.compressors.fork() if shared and self.compressors else None,
         )
         if arm.prefill is Prefill.OWN:
             self._own_prefill(lane)
@@ -214,6 +224,14 @@ class Replay:
             for mine, logits_of in zip(ids, out, strict=True):
                 mine.append(int(logits_of[-1].argmax()))
         return ids
+
+
+def pool_blocks(groups: Sequence[GroupSpec], context: int, longest: int, lanes: int) -> int:
+    """Blocks for `lanes` lanes to own a full copy and questions of up to `longest` tokens each.
+
+    Main memory is only touched when used; a GPU's is taken at once.
+    """
+    return 1 + lanes * sum(-(-(context + 2 * longest) // group.block_size) + 4 for group in groups)
 
 
 def dense_row(arms: Sequence[Arm]) -> int:

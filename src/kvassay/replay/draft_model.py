@@ -37,7 +37,8 @@ class DraftModel:
         groups = group_specs(model.layout, protocol.block_size)
         context = sum(-(-trace.prefix.tokens // group.block_size) + 4 for group in groups)
         each = sum(-(-longest // group.block_size) + 4 for group in groups)
-        self.engine = Engine(model.model, PagedCache(model.layout, groups, 1 + context + (lanes + 1) * each))
+        blocks = 1 + context + (lanes + 1) * each
+        self.engine = Engine(model.model, PagedCache(model.layout, groups, blocks, device=model.device))
         self.lane = Lane(
             dense,
             self.engine.cache.create([])[0],

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from kvassay.policy.card import TAPS, Evidence
+from kvassay.policy.readset import ReadSet
 from kvassay.policy.views import Queries, Rows
 from kvassay.replay.asking import Evidences
 from kvassay.trace.reader import Segment, Trace
@@ -24,9 +26,15 @@ def after_prefill(trace: Trace) -> Evidences:
 
 
 def recorded_queries(segment: Segment, layer: int) -> Queries:
-    """The stored queries of a segment: float32 [q_heads, rows, k_dim]."""
-    q = segment.q(layer).transpose(0, 1).float()
-    return Queries(q, torch.arange(segment.q_start, segment.q_start + q.shape[1]))
+    """The stored queries of a segment, float32 [q_heads, rows, k_dim], and what the model's index chose for them."""
+    q, chosen = segment.q(layer).transpose(0, 1).float(), recorded_choice(segment, layer)
+    return Queries(q, torch.arange(segment.q_start, segment.q_start + q.shape[1]), chosen)
+
+
+def recorded_choice(segment: Segment, layer: int, first: int | None = None) -> ReadSet | None:
+    """What the model's index chose for the stored queries of a layer, from position `first` on; None without one."""
+    selection, top = segment.selection(layer, first), segment.layout.layers[layer].topk
+    return None if selection is None or top is None else ReadSet(selection.long(), top.unit, own=False)
 
 
 def sinks_of(trace: Trace) -> dict[int, Tensor]:
@@ -34,9 +42,15 @@ def sinks_of(trace: Trace) -> dict[int, Tensor]:
     return {layer: torch.tensor(logits) for layer, logits in trace.header.sinks.items()}
 
 
+def index_keys(segment: Segment) -> dict[int, Tensor]:
+    """Keys of the model's own selection index, float32 [tokens, dim] by position, per layer that has one."""
+    layers = [layer for layer in segment.layout.storing if layer.index_keys is not None]
+    return {layer.index: segment.cache(layer.index, "index_keys").float() for layer in layers}
+
+
 def _future(trace: Trace, layer: int) -> Queries:
     parts = [recorded_queries(branch, layer) for branch in trace.branches]
-    return Queries(torch.cat([p.q for p in parts], 1), torch.cat([p.positions for p in parts]))
+    return reduce(Queries.then, parts)
 
 
 def _taps(trace: Trace, layer: int) -> Mapping[Evidence, Callable[[], Rows]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -11,13 +12,15 @@ from torch import Tensor
 
 from kvassay.cache.paged import PagedCache
 from kvassay.errors import IllegalEdit, PolicyError
-from kvassay.layout.model import Layer, Layout
+from kvassay.layout.model import Layout
+from kvassay.policy.acting import may_act, refusal
 from kvassay.policy.base import Memory, Policy, State
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import When
 from kvassay.policy.readset import ReadSet
 from kvassay.policy.views import Queries
 from kvassay.replay.arms import Arm
+from kvassay.replay.compressors import Compressors
 
 
 @dataclass
@@ -27,8 +30,10 @@ class Traffic:
     tokens: int = 0
     bytes: float = 0.0
     """K, V, encoded data, metadata, side data and scoring scans, at the layout's `kv_dtype`."""
+    index: float = 0.0
+    """Those of `bytes` that are keys of the model's own selection index."""
     selected: float = 0.0
-    """Tokens read per KV head, mean over the scoped layers, summed over tokens processed."""
+    """Tokens read per KV head, mean over the layers that read a cache in scope, summed over tokens processed."""
 
     @property
     def bytes_per_token(self) -> float:
@@ -36,8 +41,13 @@ class Traffic:
         return self.bytes / self.tokens if self.tokens else 0.0
 
     @property
+    def index_per_token(self) -> float:
+        """Those of them that are keys of the model's own selection index."""
+        return self.index / self.tokens if self.tokens else 0.0
+
+    @property
     def selected_per_token(self) -> float:
-        """Mean tokens per KV head and scoped layer that one decoded token reads."""
+        """Mean tokens per KV head that one decoded token reads of a cache in scope."""
         return self.selected / self.tokens if self.tokens else 0.0
 
 
@@ -86,6 +96,10 @@ class Lane:
     queries: dict[int, Queries] = field(default_factory=dict)
     """The last queries per layer, for policies that declare them."""
     previous: dict[int, ReadSet] = field(default_factory=dict)
+    index: dict[int, Tensor] = field(default_factory=dict)
+    """Keys of the model's own selection index, float32 [tokens, dim] by position, per layer that has one."""
+    compressors: Compressors | None = None
+    """What the model's own compressors hold, if it has any and tokens have come."""
     reuse: int | None = None
     """Position whose slot the next token takes."""
     traffic: Traffic = field(default_factory=Traffic)
@@ -109,7 +123,13 @@ class Lane:
     @property
     def layers(self) -> tuple[int, ...]:
         """Layers that hold K/V of their own."""
-        return tuple(layer.index for layer in self.cache.layout.layers if storing(layer))
+        return tuple(layer.index for layer in self.cache.layout.storing)
+
+    @cached_property
+    def readers(self) -> int:
+        """How many layers read the caches in scope: those that hold one, and those that share it."""
+        layout = self.cache.layout
+        return sum(layout.source(layer.index).index in self.scope for layer in layout.layers)
 
     @property
     def length(self) -> int:
@@ -129,19 +149,17 @@ class Lane:
     @property
     def deciding(self) -> bool:
         """Whether its policy edits the cache while decoding."""
-        return self.policy.writes_decide and bool(self.policy.card.when & {When.EVERY_STEP, When.EVERY_N})
+        return self.policy.decides_at(When.EVERY_STEP, When.EVERY_N)
 
     @property
     def keep_queries(self) -> int:
         """How many of the newest queries it keeps while decoding, if its policy declares queries."""
         return max(LEAST_QUERIES, self.policy.queries_needed) if self.stepwise else LEAST_QUERIES
 
-    def note_queries(self, layer: int, q: Tensor, positions: Tensor) -> None:
-        """Keep a layer's newest queries [q_heads, queries, dim] at their true positions [queries]."""
+    def note_queries(self, layer: int, newest: Queries) -> None:
+        """Keep a layer's newest queries."""
         old = self.queries.get(layer)
-        new = Queries(q, positions)
-        if old is not None:
-            new = Queries(torch.cat([old.q, q], 1), torch.cat([old.positions, positions]))
+        new = newest if old is None else old.then(newest)
         # What is uncommitted may go again, and then the oldest would be missing.
         self.queries[layer] = new if self.draft is not None else new.last(self.keep_queries)
 
@@ -159,6 +177,8 @@ class Lane:
             side=dict(self.side),
             queries=dict(self.queries),
             previous=dict(self.previous),
+            index=dict(self.index),
+            compressors=self.compressors and self.compressors.fork(),
             traffic=Traffic(),
             peak_bytes=0.0,
         )
@@ -181,6 +201,8 @@ class Lane:
             self.cache.extend(self.seq, tokens, reuse=self.reuse)
             self.reuse = None
             return
+        if self.compressors is not None:
+            raise IllegalEdit(f"arm '{self.arm.label}': compressed entries cannot be taken back, so nothing is drafted")
         if self.draft is None:
             self.draft = Draft([self._mark(0)])
         self.cache.extend(self.seq, tokens, committed=False)
@@ -201,6 +223,7 @@ class Lane:
         ledger, draft = self.cache.ledger, self.draft or Draft([self._mark(0)])
         ledger.rollback(self.seq, self.uncommitted - accepted)
         ledger.commit(self.seq, accepted)
+        self.index = {layer: keys[: self.length] for layer, keys in self.index.items()}
         back = next(mark for mark in reversed(draft.marks) if mark.tokens <= accepted)
         self.previous = dict(back.previous)
         if back.rng is not None:
@@ -220,21 +243,17 @@ class Lane:
 
 
 def scope_of(layout: Layout, policy: Policy) -> frozenset[int]:
-    """Layers with a cache of their own whose kind the policy's card names.
+    """Layers with a cache of their own on which the policy acts, by its card and by what their state allows; all of
+    them for dense where its card names none.
 
-    `PolicyError` if the model has none, or lacks a layer that it taps.
+    `PolicyError` if the model has none or is not for the method, or lacks a layer that it taps.
     """
     card = policy.card
-    scope = frozenset(layer.index for layer in layout.layers if storing(layer) and layer.kind in card.acts_on)
-    if not scope:
-        kinds = ", ".join(sorted({layer.kind for layer in layout.layers}))
-        raise PolicyError(f"policy '{card.name}' acts on {', '.join(sorted(card.acts_on))}, the model has {kinds}")
+    if reason := refusal(policy, layout):
+        raise PolicyError(f"policy '{card.name}' cannot act on {layout.model_type}: {reason}")
+    storing = frozenset(layer.index for layer in layout.storing)
+    scope = frozenset(index for index in storing if may_act(card, layout.layers[index])) or storing
     missing = sorted(policy.taps_in(len(layout.layers)) - set(range(len(layout.layers))))
     if missing:
         raise PolicyError(f"policy '{card.name}' taps layer {missing[0]}, the model has {len(layout.layers)} layers")
     return scope
-
-
-def storing(layer: Layer) -> bool:
-    """Whether the layer holds K/V of its own."""
-    return layer.cache_of is None

@@ -3,6 +3,7 @@
 Arms are timed in turn, every round over all of them, with the caches emptied before each, so that whatever else
 the machine does hits them alike. What the policy itself does per token is timed apart and charged to it. A kernel's
 plan is made once per arm and not timed: an engine keeps its block tables as tokens come, and does not rebuild them.
+On a GPU a round includes the launches of all layers, which an engine that captures graphs does not pay each time.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvassay.errors import ExperimentError
 from kvassay.kernels.device import CodeRead, DecodeKernel, LaneRead, PagedLayer, Plan, Read, kernel
 from kvassay.kernels.reads import lane_reads, paged_layer, selected_read
 from kvassay.policy.readset import ReadSet
@@ -24,6 +26,8 @@ from kvassay.replay import asking
 from kvassay.replay.arms import Arm
 from kvassay.replay.calibration import fit_offline
 from kvassay.replay.closed import Replay, check_replay
+from kvassay.replay.compressors import keeps_entries
+from kvassay.replay.indexing import Asked
 from kvassay.replay.lane import Lane
 from kvassay.replay.protocol import Protocol
 from kvassay.replay.stepping import Recorded, policy_seconds
@@ -44,7 +48,8 @@ class ArmTimes:
     attention: tuple[float, ...]
     """Of one token over all layers, by round."""
     policy: float
-    """What the policy does per token beside it: median over rounds of choosing what to read, and its steps."""
+    """What the policy does per token beside it: median over rounds of choosing what to read, and its steps. Where the
+    model's own index chooses, its choice is in it, dense's too."""
     read_bytes: float
     """Bytes the attention reads, as held here."""
     flops: float
@@ -55,11 +60,15 @@ class ArmTimes:
 class _Call:
     """The attention of one layer."""
 
-    owner: int
-    """The layer whose cache is read."""
+    index: int
+    """The layer that attends, to its own cache or to the one it shares."""
     layer: PagedLayer
     q: Tensor
-    """[1, q_heads, 1, k_dim]."""
+    """[1, q_heads, 1, k_dim], where the kernel reads it."""
+    shown: Tensor
+    """The same [q_heads, 1, k_dim] in main memory, as policies are shown it."""
+    asked: Asked | None
+    """What the model's own index is asked with, where one selects."""
     reads: LaneRead
     plan: Plan
 
@@ -69,11 +78,17 @@ class _Timed:
     """One arm under the clock."""
 
     lane: Lane
+    kernel: DecodeKernel
     calls: list[_Call]
     steps: float
     """Seconds per token of the policy's steps."""
     attention: list[float]
     choosing: list[float]
+
+    @property
+    def selects(self) -> bool:
+        """Whether something chooses what a token reads."""
+        return self.lane.policy.writes_read or any(call.asked is not None for call in self.calls)
 
 
 def time_arms(
@@ -83,25 +98,28 @@ def time_arms(
     protocol: Protocol,
     rounds: int,
     calibration: Trace | None = None,
-    device: str = "cpu",
+    device: str | None = None,
 ) -> list[ArmTimes]:
     """Time all arms on one context, in their order. No model runs, except where an arm prefills by itself.
 
-    rounds: counted rounds; calibration: as for `replay_trace`; device: whose decode kernel is timed
+    rounds: counted rounds; calibration: as for `replay_trace`; device: whose decode kernel is timed,
+        by default that of the device where the model is, on which the caches then lie too
     Raises as `replay_trace` does, and `KernelError` if the device has no kernel.
     """
     check_replay(loaded, trace, arms, protocol)
-    decode = kernel(device)
+    if keeps_entries(trace.layout):
+        raise ExperimentError(f"{trace.path}: compressed entries lie outside the paged cache, so decoding is not timed")
     artefacts = fit_offline([arm.policy for arm in arms], trace, calibration, loaded.model)
     replay, recorded = Replay(loaded, trace, arms, protocol, artefacts, forks=3), Recorded(trace)
+    decode = kernel(device or str(replay.cache.store.device))
     timed = [
         _prepared(replay, lane, recorded, decode) for lane in replay.forks([replay.compressed(arm) for arm in arms])
     ]
-    cold = torch.ones(COLD_BYTES // 4)
+    cold = torch.ones(COLD_BYTES // 4, device=decode.place)
     with torch.inference_mode():
         for number in range(WARM_UP + rounds):
             for one in timed:
-                cold.sum()
+                cold.sum().item()
                 _round(one, counted=number >= WARM_UP)
     return [_times(one, trace.prefix.tokens) for one in timed]
 
@@ -114,11 +132,13 @@ def _prepared(replay: Replay, lane: Lane, recorded: Recorded, decode: DecodeKern
     for layer in lane.cache.layout.layers:
         owner = lane.cache.layout.source(layer.index).index
         q = recorded.query(layer.index, 0)
-        chosen, _, _ = asking.select(lane, owner, q)
+        asked = recorded.asked(lane, layer.index, 0)
+        chosen, _, _ = asking.select(lane, layer.index, q, asked)
         pool = paged_layer(lane.cache, layer, replay.sinks.get(layer.index))
         reads = _reads(lane, owner, layer.q_heads, chosen)
-        calls.append(_Call(owner, pool, q[None], reads, decode.plan(pool, [reads], 1)))
-    return _Timed(lane, calls, steps, [], [])
+        there = q[None].to(decode.place)
+        calls.append(_Call(layer.index, pool, there, q, asked, reads, decode.plan(pool, [reads], 1)))
+    return _Timed(lane, decode, calls, steps, [], [])
 
 
 def _reads(lane: Lane, owner: int, q_heads: int, chosen: ReadSet | None) -> LaneRead:
@@ -131,9 +151,11 @@ def _reads(lane: Lane, owner: int, q_heads: int, chosen: ReadSet | None) -> Lane
         return lane_reads(cache, seq, owner)
     view = cache.ledger.slots(seq, owner)
     heads, width = view.logical.shape
-    mask = chosen.mask(torch.from_numpy(view.logical.astype(np.int64)), q_heads)[0]
+    where = view.logical if chosen.own else view.positions
+    mask = chosen.mask(torch.from_numpy(where.astype(np.int64)), q_heads)[0]
     union = mask.view(heads, -1, width).any(1).numpy()
-    union[np.arange(heads), view.counts - 1] = True  # the query's own token
+    if chosen.own:
+        union[np.arange(heads), view.counts - 1] = True  # the query's own token
     codes = [read for read in lane_reads(cache, seq, owner) if isinstance(read, CodeRead)]
     return [selected_read(view, union), *codes]
 
@@ -142,18 +164,20 @@ def _round(one: _Timed, *, counted: bool) -> None:
     start = time.perf_counter()
     for call in one.calls:
         call.plan.run(call.q)
+    one.kernel.finish()
     attention = time.perf_counter() - start
-    choosing = _choose(one) if one.lane.policy.writes_read else 0.0
+    choosing = _choose(one) if one.selects else 0.0
     if counted:
         one.attention.append(attention)
         one.choosing.append(choosing)
 
 
 def _choose(one: _Timed) -> float:
-    """Seconds that the policy takes to choose what one token reads, all layers: its scan, as implemented here."""
+    """Seconds that the policy, or the model's own index, takes to choose what one token reads, all layers: its scan, as
+    implemented here."""
     start = time.perf_counter()
     for call in one.calls:
-        asking.select(one.lane, call.owner, call.q[0])
+        asking.select(one.lane, call.index, call.shown, call.asked)
     return time.perf_counter() - start
 
 

@@ -21,6 +21,18 @@ def check_scope(policy: Policy, cache: CacheView, decision: Decision) -> None:
         )
 
 
+def check_order(policy: Policy, cache: CacheView, decision: Decision) -> None:
+    """Raise `PolicyError` if tokens would move where the model's own index chooses blocks of neighbouring tokens."""
+    moves = "compacts" if decision.compact else "reuses a slot" if decision.reuse is not None else None
+    for layer in cache.layers.values():
+        top = layer.layer.topk
+        if moves is not None and top is not None and top.unit > 1:
+            raise PolicyError(
+                f"policy '{policy.card.name}' {moves}, but in layer {layer.index} the model's index chooses blocks of "
+                f"{top.unit} tokens by where they are"
+            )
+
+
 def check_protection(policy: Policy, cache: CacheView, decision: Decision) -> None:
     """Raise `PolicyError` if a protected token would go: protection is the experiment's, equal for every arm."""
     for index, edits in decision.edits.items():

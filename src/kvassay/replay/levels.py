@@ -18,6 +18,8 @@ def freed_blocks(lane: Lane) -> dict[str, float]:
     """
     ledger, layout = lane.cache.ledger, lane.cache.layout
     groups = [group for group in ledger.groups if group.window is None]
+    if not groups:  # windows bound every layer
+        return dict.fromkeys(MODES, 0.0)
     keep, cost = {}, {}
     encoded = 0.0
     for group in groups:
@@ -29,7 +31,7 @@ def freed_blocks(lane: Lane) -> dict[str, float]:
             mask[head, view.positions[head, column]] = True
             keep[layer] = mask
             kv = layout.layers[layer].kv
-            cost[layer] = (kv.k_dim + kv.v_dim) * layout.element_bytes
+            cost[layer] = kv.row * layout.element_bytes
             segments += sum(segment.nbytes for segment in ledger.segments(lane.seq, layer))
         block = group.block_size * sum(cost[layer] * group.heads(layer) for layer in group.layers)
         encoded += segments / block

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvassay.policy.weights import Occlusions
+from kvassay.record.calling import decoder_layers, last_rows
 
 BATCH = 8
 """Blanked texts in one pass."""
@@ -27,7 +28,7 @@ def occlusions(model: Any, text: Tensor, asked: Tensor, answer: int, width: int,
         layer.register_forward_hook(
             lambda module, given, out, i=i: hidden.__setitem__(i, (out[0] if isinstance(out, tuple) else out)[0])
         )
-        for i, layer in enumerate(model.base_model.layers)
+        for i, layer in enumerate(decoder_layers(model))
     ]
     with torch.inference_mode():
         try:
@@ -49,6 +50,7 @@ def _padding(model: Any) -> int:
 
 def _loss(model: Any, ids: Tensor, answer: int) -> Tensor:
     """Mean loss [texts] over the last `answer` tokens of ids [texts, tokens], nats."""
-    logits = model(input_ids=ids, use_cache=False, logits_to_keep=answer + 1).logits.float()
+    kept = last_rows(ids.shape[1], answer + 1)
+    logits = model(input_ids=ids, use_cache=False, logits_to_keep=kept).logits.float()
     losses = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, -answer:], reduction="none")
     return losses.mean(1)

@@ -23,21 +23,27 @@ from kvassay.cache.data import LayerData, Stored
 from kvassay.cache.edits import Decision
 from kvassay.cache.ops import group_specs
 from kvassay.errors import ExperimentError, PolicyError
-from kvassay.kernels.reference import attend, attention_weights, visible
+from kvassay.kernels.reference import attend, attention_weights
+from kvassay.layout.model import Layout
 from kvassay.measure.fidelity import Deviation, retained_share
 from kvassay.measure.result import LayerFidelity
+from kvassay.policy import readset
+from kvassay.policy.acting import refusal
 from kvassay.policy.base import Artefact, Memory, Policy
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Evidence, Prefill, When
+from kvassay.policy.readset import ReadSet
 from kvassay.policy.views import CacheView, LayerView, Meter
+from kvassay.record.entries import keeps_raw
 from kvassay.replay import asking
 from kvassay.replay.arms import Arm
 from kvassay.replay.bytes import read_bytes
 from kvassay.replay.calibration import fit_offline
-from kvassay.replay.evidence import after_prefill, sinks_of
+from kvassay.replay.evidence import after_prefill, recorded_choice, sinks_of
+from kvassay.replay.indexing import scanned_bytes
 from kvassay.replay.lane import Lane, scope_of
 from kvassay.replay.protocol import Protocol
-from kvassay.replay.stage import Stage
+from kvassay.replay.stage import BranchQueries, Stage
 from kvassay.trace.reader import Branch, Segment, Trace
 
 Progress = Callable[[str], None]
@@ -46,10 +52,21 @@ ELEMENTS = 1 << 24
 """Attention weights [q_heads, queries, tokens] looked at together: more queries than that go in several chunks."""
 
 
-def covers(policy: Policy, prefill: Prefill = Prefill.SHARED_DENSE, *, calibrated: bool = False) -> str | None:
-    """Why the open loop cannot replay this policy, or None if it can; `calibrated`: there is a calibration trace."""
-    late = policy.card.when & {When.EVERY_STEP, When.EVERY_N}
-    if policy.writes_decide and late:
+def covers(
+    policy: Policy,
+    prefill: Prefill = Prefill.SHARED_DENSE,
+    *,
+    calibrated: bool = False,
+    layout: Layout | None = None,
+) -> str | None:
+    """Why the open loop cannot replay this policy, or None if it can.
+
+    calibrated: there is a calibration trace; layout: of the model, which may have no place for the policy
+    """
+    if layout is not None and (reason := refusal(policy, layout)) is not None:
+        return f"has no place in this model; {reason}"
+    late = {moment for moment in (When.EVERY_STEP, When.EVERY_N) if policy.decides_at(moment)}
+    if late:
         return f"decides over all layers again while decoding ({', '.join(sorted(late))}); one layer is held at a time"
     if policy.writes_observe:
         return "carries state from step to step over all layers; one layer is held at a time"
@@ -77,7 +94,7 @@ def open_loop(
     and whatever the policies' evidence and budgets raise in the closed loop.
     """
     for arm in arms:
-        if reason := covers(arm.policy, arm.prefill, calibrated=calibration is not None):
+        if reason := covers(arm.policy, arm.prefill, calibrated=calibration is not None, layout=trace.layout):
             raise PolicyError(f"arm '{arm.label}' cannot run in the open loop: its policy {reason}")
     if not trace.branches:
         raise ExperimentError(f"{trace.path}: has no branches, so there are no queries to replay")
@@ -178,7 +195,7 @@ class _OpenLoop:
         for layer in sorted(run.scope):
             bare = Stage(self.trace, self.group_of[layer], layer, fill=False)
             load = partial(self._load, views, layer)
-            views[layer] = asking.view(self._lane(bare, run), layer, meter, evidence, load)
+            views[layer] = asking.view(self._lane(bare, run), layer, meter, evidence, load, bare=True)
         return CacheView(views, context, context)
 
     def _load(self, views: dict[int, LayerView], layer: int) -> LayerData:
@@ -229,44 +246,64 @@ class _OpenLoop:
             stage.append(lane.seq, branch, first, count, lane.reuse)
             lane.reuse = None
             for reader, deviation in found.items():
-                q = branch.q(reader)[first : first + count].transpose(0, 1).float()
-                self._compare(stage, lane, dense, reader, q, branch.start + first, deviation)
+                self._compare(stage, lane, dense, BranchQueries.of(branch, reader, first, count), deviation)
             asking.summarize(lane)
         stage.cache.free(dense)
         lane.free()
         return found
 
-    def _compare(
-        self, stage: Stage, lane: Lane, dense: int, reader: int, q: Tensor, start: int, deviation: Deviation
-    ) -> None:
-        """Queries [q_heads, n, k_dim] of positions from `start` on, the newest of both sequences."""
-        positions = torch.arange(start, start + q.shape[1])
-        chosen, scanned, data = asking.select(lane, stage.layer, q)
+    def _compare(self, stage: Stage, lane: Lane, dense: int, asks: BranchQueries, deviation: Deviation) -> None:
+        """Queries of the newest positions of both sequences."""
+        q, reader, positions = asks.q, asks.reader, asks.positions
+        chosen, scanned, data = self._chosen(stage, lane, asks)
         data = data or stage.cache.stored(lane.seq, stage.layer, q.shape[1])
         seen = asking.seen(lane, reader, data, positions, chosen)
         base = stage.cache.stored(dense, stage.layer, q.shape[1])
-        everything = self._everything(reader, base, positions)
+        everything = self._everything(reader, base, positions, asks.by_model)
         layer, sinks = self.trace.layout.layers[reader], self.sinks.get(reader)
-        weights = attention_weights(q, base, everything, scale=layer.scale, softcap=layer.softcap, sinks=sinks)
+        mine, whole = (
+            stage.beside(held, rows, asks.branch, positions, asks.by_model)
+            for held, rows in ((data, seen), (base, everything))
+        )
+        weights = attention_weights(q, whole.data, whole.seen, scale=layer.scale, softcap=layer.softcap, sinks=sinks)[
+            ..., : base.positions.shape[1]
+        ]
         deviation.add(
-            attend(q, data, seen, scale=layer.scale, softcap=layer.softcap, sinks=sinks),
-            attend(q, base, everything, scale=layer.scale, softcap=layer.softcap, sinks=sinks),
+            attend(q, mine.data, mine.seen, scale=layer.scale, softcap=layer.softcap, sinks=sinks),
+            attend(q, whole.data, whole.seen, scale=layer.scale, softcap=layer.softcap, sinks=sinks),
             retained_share(weights, base, data, seen),
         )
         read, full = (
             self._read_bytes(stage, seq, at, rows)
             for seq, at, rows in ((lane.seq, data, seen), (dense, base, everything))
         )
-        deviation.charge(read, scanned * q.shape[1], full, q.shape[1])
+        full += scanned_bytes(self.trace.layout, reader, positions, None) * q.shape[1]
+        entries = whole.elements * self.trace.layout.element_bytes
+        deviation.charge(read + entries, scanned * q.shape[1], full + entries, q.shape[1])
+
+    def _chosen(self, stage: Stage, lane: Lane, asks: BranchQueries) -> tuple[ReadSet | None, float, Stored | None]:
+        """What the arm's policy, or the model's own index, lets queries read: see `asking.select`.
+
+        An index of another layer chose what is recorded: what the arm has left of that layer is not in memory.
+        """
+        selector = self.trace.layout.selector(asks.reader)
+        if keeps_raw(self.trace.layout.source(asks.reader)):  # what an index chooses there are entries, not tokens
+            chosen, scanned, data = asking.select(lane, asks.reader, asks.q)
+            return chosen, scanned + scanned_bytes(self.trace.layout, asks.reader, asks.positions, None), data
+        if selector is not None and selector.index != stage.layer:
+            return asks.by_model, 0.0, None
+        return asking.select(lane, asks.reader, asks.q, stage.asked(asks))
 
     def _read_bytes(self, stage: Stage, seq: int, data: Stored, seen: Tensor) -> float:
         """Bytes of what all queries read: of `seen` [heads, queries, tokens] the union over a KV head's query heads."""
         union = seen.view(data.positions.shape[0], -1, *seen.shape[1:]).any(1)
         return read_bytes(stage.cache, seq, stage.layer, data, union)[0]
 
-    def _everything(self, reader: int, data: Stored, positions: Tensor) -> Tensor:
+    def _everything(self, reader: int, data: Stored, positions: Tensor, by_model: ReadSet | None) -> Tensor:
         layout = self.trace.layout
-        return visible(data, positions, layout.layers[reader].q_heads, window=layout.source(reader).window)
+        window, q_heads = layout.source(reader).window, layout.layers[reader].q_heads
+        by_model = None if keeps_raw(layout.source(reader)) else by_model
+        return readset.seen(data, positions, q_heads, window=window, chosen=by_model)
 
     def _chunk(self, stage: Stage) -> int:
         """Queries whose attention weights fit into `ELEMENTS`."""
@@ -289,7 +326,10 @@ class _OpenLoop:
             q = segment.q(reader, at)[:count].transpose(0, 1).float()
             positions = torch.arange(at, at + count)
             data = stage.cache.stored(seq, stage.layer, end - at)
-            seen = self._everything(reader, data, positions)
+            by_model = recorded_choice(segment, reader, at)
+            by_model = by_model and by_model.part(slice(count))
+            seen = self._everything(reader, data, positions, by_model)
+            data, seen = stage.beside(data, seen, segment, positions, by_model)[:2]
             sinks = self.sinks.get(reader)
             out = attend(q, data, seen, scale=layer.scale, softcap=layer.softcap, sinks=sinks)
             row = at - (end - recorded.shape[1])

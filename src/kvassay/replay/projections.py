@@ -14,6 +14,7 @@ from kvassay.cache.encoded import low_rank_keys, low_rank_values
 from kvassay.errors import PolicyError
 from kvassay.layout.model import KV, Layer
 from kvassay.policy.weights import CalibrationPass, HeadNorm, LayerGradients, LayerWeights, Projection
+from kvassay.record.calling import decoder_layers
 
 
 def attention_of(model: Any, layer: Layer) -> Any:
@@ -21,7 +22,7 @@ def attention_of(model: Any, layer: Layer) -> Any:
 
     `PolicyError` for another: fused or latent projections, keys that serve as values, normalised values.
     """
-    module = getattr(model.base_model.layers[layer.index], "self_attn", None)
+    module = getattr(decoder_layers(model)[layer.index], "self_attn", None)
     linear = [isinstance(getattr(module, name, None), nn.Linear) for name in ("k_proj", "v_proj")]
     if module is None or not all(linear) or layer.v_norm or not isinstance(layer.components[0].storage, KV):
         raise PolicyError(
@@ -39,6 +40,14 @@ def layer_weights(model: Any, layer: Layer) -> LayerWeights:
     if layer.qk_norm and norm is None:
         raise PolicyError(f"layer {layer.index} of {model.config.model_type} normalises its keys, not by a 'k_norm'")
     return LayerWeights(key, value, None if norm is None else _head_norm(norm, layer))
+
+
+def output_projection(model: Any, layer: Layer) -> Projection:
+    """The projection after attention [hidden, q_heads * dim], as `layer_weights`; `PolicyError` without one."""
+    module = getattr(attention_of(model, layer), "o_proj", None)
+    if not isinstance(module, nn.Linear):
+        raise PolicyError(f"layer {layer.index} of {model.config.model_type} has no linear o_proj")
+    return _projection(module)
 
 
 def _projection(linear: nn.Linear) -> Projection:

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from kvassay.policy.card import When
+from kvassay.policy.views import Queries
 from kvassay.replay.engine import QUERY_EVIDENCE, Engine
+from kvassay.replay.evidence import index_keys
+from kvassay.replay.indexing import Asked
 from kvassay.replay.lane import Lane
 from kvassay.trace.reader import Trace
 
@@ -46,12 +49,28 @@ class Recorded:
         row = at % self.tokens
         return self.branch.q(layer)[row : row + 1].transpose(0, 1).float()
 
+    @cached_property
+    def _index(self) -> dict[int, Tensor]:
+        """Per layer with an index of its own its keys [tokens, dim]."""
+        return index_keys(self.branch)
+
+    def asked(self, lane: Lane, layer: int, at: int) -> Asked | None:
+        """What the index that selects for a layer is asked with at step `at`; None where nothing is selected."""
+        selector, row = self.trace.layout.selector(layer), at % self.tokens
+        if selector is None or selector.index_keys is None:
+            return None
+        rows, index = slice(row, row + 1), selector.index
+        weights = self.branch.index_weights(index)[rows].float() if selector.index_keys.weighted else None
+        return Asked(self.branch.index_queries(index)[rows].transpose(0, 1).float(), weights, lane.index[index])
+
     def append(self, lane: Lane, at: int, *, committed: bool = True) -> None:
         """Give the lane the token of step `at`, with its keys and values in every layer."""
         row = at % self.tokens
         lane.extend([self.ids[row]], committed=committed)
         for layer, (k, v) in self._rows.items():
             lane.cache.write(layer, [lane.seq], k[:, :, row : row + 1], v[:, :, row : row + 1])
+        for layer, keys in self._index.items():
+            lane.index[layer] = torch.cat([lane.index[layer], keys[row : row + 1]])
 
 
 def policy_seconds(engine: Engine, lane: Lane, recorded: Recorded) -> float:
@@ -83,7 +102,7 @@ def policy_seconds(engine: Engine, lane: Lane, recorded: Recorded) -> float:
 
 def _whole(lane: Lane) -> int:
     """Tokens after which everything that comes every n tokens or with a full block has come equally often."""
-    interval = lane.policy.parameters.get("interval", 1) if When.EVERY_N in lane.policy.card.when else 1
+    interval = getattr(lane.policy, "interval", 1) if lane.policy.decides_at(When.EVERY_N) else 1
     return lcm(int(interval), max(group.block_size for group in lane.cache.ledger.groups))
 
 
@@ -92,4 +111,4 @@ def _note_queries(lane: Lane, recorded: Recorded, at: int) -> None:
     if not lane.policy.card.evidence & QUERY_EVIDENCE:
         return
     for layer in lane.scope:
-        lane.note_queries(layer, recorded.query(layer, at), torch.tensor([lane.length - 1]))
+        lane.note_queries(layer, Queries(recorded.query(layer, at), torch.tensor([lane.length - 1])))

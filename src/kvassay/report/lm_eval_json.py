@@ -95,8 +95,9 @@ def _numbers(task: str, found: SetResult, cell: Cell) -> dict[str, Any]:
         row[f"{name}_stderr,{FILTER}"] = "N/A" if estimate.error is None else _finite(estimate.error)
     for name in AMOUNTS:
         row[f"{name},{FILTER}"] = _finite(cell.amounts[name])
+    total = cell.amounts["blocks_total"]  # 0 where windows bound every layer
     for mode, freed in cell.blocks_freed.items():
-        row[f"{FREED}_{mode},{FILTER}"] = _finite(freed / cell.amounts["blocks_total"])
+        row[f"{FREED}_{mode},{FILTER}"] = _finite(freed / total) if total else "N/A"
     return row
 
 

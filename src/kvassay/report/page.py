@@ -9,7 +9,8 @@ from kvassay.experiment.results import Results, SetResult, dump_manifest
 from kvassay.measure.metrics import CARDS, RECLAIM_TEXT
 from kvassay.measure.resample import LEVEL
 from kvassay.measure.verdict import OUTCOME_TEXT, Judgement, load_judgement
-from kvassay.report import acceptance, content, tables, words
+from kvassay.report import acceptance, content, facts, tables, words
+from kvassay.report.facts import fact_grids
 from kvassay.report.flips import flips_of
 from kvassay.report.layers import layer_grids
 from kvassay.report.verdicts import cautions, gate_line
@@ -31,6 +32,8 @@ def page(results: Results) -> dict[str, Any]:
         "legend": words.legend(results.arms),
         "sets": [_set(found, results) for found in results.sets],
         "layers": layer_grids(results),
+        "facts": fact_grids(results),
+        "facts_about": (facts.TITLE, facts.NOTE),
         "states": tables.states_grid(results),
         "flips": [(model, label, arms) for (model, label), arms in flips_of(results).items()],
         "speculation": list(tables.speculation_grids(results)),

@@ -9,7 +9,7 @@ from kvassay.experiment.arminfo import ArmInfo
 from kvassay.experiment.results import Results, SetResult
 from kvassay.measure.acceptance_cards import ACCEPTANCE_CARDS
 from kvassay.measure.aggregate import Cell
-from kvassay.measure.metrics import CARDS, RECLAIM_TEXT
+from kvassay.measure.metrics import CARDS, RECLAIM_TEXT, STATES
 from kvassay.measure.result import RECLAIM_MODES
 from kvassay.report import acceptance, content, words
 from kvassay.report.cost import duration
@@ -114,10 +114,12 @@ def _amounts(part: words.Part, arms: Mapping[str, ArmInfo]) -> Grid:
         _head("policy_bytes", "touched once by the policy"),
         _head("policy_seconds", "policy, wall s"),
     ]
-    return _grid("Bytes and traffic", heads, part, arms, [_amount_cells(cell) for cell in part.cells])
+    states = [name for name in STATES if any(cell.amounts[name] for cell in part.cells)]
+    heads += [_head(name, CARDS[name].title) for name in states]
+    return _grid("Bytes and traffic", heads, part, arms, [_amount_cells(cell, states) for cell in part.cells])
 
 
-def _amount_cells(cell: Cell) -> list[str]:
+def _amount_cells(cell: Cell, states: Sequence[str]) -> list[str]:
     amounts = cell.amounts
     return [
         words.size(amounts["retained_bytes"]),
@@ -130,6 +132,7 @@ def _amount_cells(cell: Cell) -> list[str]:
         words.percent(amounts["read_fraction"]),
         words.size(amounts["policy_bytes"]),
         words.number(amounts["policy_seconds"], 2),
+        *(words.size(amounts[name]) for name in states),
     ]
 
 

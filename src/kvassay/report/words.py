@@ -79,12 +79,26 @@ def limits(found: SetResult) -> list[str]:
     lines = [f"not applicable, {arm}: {reason}" for arm, reason in found.not_applicable.items()]
     lines += [f"left out of the averages: {line}" for line in found.missing]
     dense = found.cell(DENSE)
+    lines += [] if dense is None else _states(dense)
     if dense is not None and found.floor is not None and not found.floor["passed"]:
         lines.append(
             f"below the dense floor: dense itself reaches top-1 {number(dense.quality['top1'].mean)} and NLL "
             f"{number(dense.quality['nll'].mean)} (floor: at least {found.floor['min_top1']}, at most "
             f"{found.floor['max_nll']}); no arm can be judged here"
         )
+    return lines
+
+
+def _states(dense: Cell) -> list[str]:
+    """State beside keys and values that is in dense's bytes and traffic."""
+    held = dense.amounts["retained_bytes"]
+    lines = [
+        f"of {size(held)} that dense holds, {size(dense.amounts[name])} are {what}"
+        for name, what in (("index_bytes", "index keys"), ("pooled_bytes", "compressed entries"))
+        if dense.amounts[name]
+    ]
+    if read := dense.amounts["index_read_bytes"]:
+        lines.append(f"of {size(dense.amounts['read_bytes'])} that it reads per token, {size(read)} are index keys")
     return lines
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvassay.errors import CacheError
 from kvassay.replay.serving import scheduler as module
 from kvassay.replay.serving.backend import OursBackend
 from kvassay.replay.serving.cost import TableTimes
-from kvassay.replay.serving.footprint import Footprint
+from kvassay.replay.serving.footprint import Footprint, Timing
 from kvassay.replay.serving.log import Log
+from kvassay.replay.serving.scheduler import Scheduler
 from kvassay.trace.requests.record import Request
 from tests.replay.serving.build import ask, full, hybrid, scheduler
 
@@ -169,6 +173,65 @@ def test_half_the_blocks_after_the_prefill_gain_less(usable: int, dense: int, ha
     assert most_at_once(usable, Footprint("half", freed_fraction=0.5)) == half
 
 
+# -- what is compressed as it is generated ---------------------------------------------------------------
+
+KARA = Footprint("kara", timing="every_n", interval=8, freed_fraction=0.5)
+
+
+def held_by_step(made: Scheduler, requests: list[Request], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Blocks held after every step, one decode step at a time."""
+    monkeypatch.setattr(module, "leap", lambda *_: 1)
+    held: list[int] = []
+    step = made.step
+
+    def noted(coming: float | None = None) -> None:
+        step(coming)
+        held.append(made.backend.usable - made.backend.free_blocks)
+
+    monkeypatch.setattr(made, "step", noted)
+    made.run(requests)
+    return held
+
+
+def test_each_interval_gives_back_its_share_once_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of 6 fills a block and a half of 4 tokens. Intervals of 8 end at 14 and 22 tokens and hold one whole
+    block each (8-11 and 16-19): half of one is none; of 16 tokens (6-21) the three whole blocks give one.
+    """
+    requests = [ask(0, 6, 18)]
+    assert held_by_step(scheduler(20, footprint=KARA), requests, monkeypatch) == [
+        *[2] * 3, *[3] * 4, *[4] * 4, *[5] * 4, *[6] * 2, 0,
+    ]  # fmt: skip
+    long = replace(KARA, interval=16)
+    assert held_by_step(scheduler(20, footprint=long), requests, monkeypatch) == [
+        *[2] * 3, *[3] * 4, *[4] * 4, *[5] * 4, 6, 5, 0,
+    ]  # fmt: skip
+
+
+def test_decode_steps_read_what_is_left_and_scan_each_interval() -> None:
+    """Prompt 8, intervals of 8 at 16 and 24 tokens, a block of 4 let go at each: contexts 9-16, 13-20, 17."""
+    times = TableTimes(step=0.0, context=1.0)
+    log = scheduler(20, footprint=KARA, times=times).run([ask(0, 8, 18)])
+    assert log.end == sum(range(9, 17)) + sum(range(13, 21)) + 17
+    assert log.flights[0].let_go == 8 and log.flights[0].windows == 2
+
+
+def test_a_preempted_request_is_compressed_again_when_it_is_back() -> None:
+    """Two requests of 8 + 24 tokens want 16 blocks; 12 hold one and what the first has not given back."""
+    made = scheduler(12, footprint=KARA)
+    log = made.run([ask(0, 8, 24), ask(0, 8, 24)])
+    dense = scheduler(12).run([ask(0, 8, 24), ask(0, 8, 24)])
+    assert dense.preemptions == 1 and log.preemptions == 0
+    tight = scheduler(10, footprint=KARA).run([ask(0, 8, 24), ask(0, 8, 24)])
+    assert tight.preemptions == 1
+    assert [flight.windows for flight in tight.flights] == [2, 2] and made.backend.free_blocks == 12
+
+
+@pytest.mark.parametrize(("timing", "interval"), [("every_n", 0), ("after_prefill", 8)])
+def test_an_interval_and_its_timing_belong_together(timing: Timing, interval: int) -> None:
+    with pytest.raises(CacheError, match=f"timing '{timing}' with interval {interval}"):
+        Footprint("arm", timing=timing, interval=interval)
+
+
 # -- leaps ----------------------------------------------------------------------------------------------
 
 traces = st.lists(
@@ -194,12 +257,13 @@ def outcome(log: Log) -> list[object]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(traces, st.integers(8, 40), st.booleans(), st.sampled_from([0.0, 0.5]), st.booleans())
+@given(traces, st.integers(8, 40), st.booleans(), st.sampled_from([0.0, 0.5]), st.booleans(), st.sampled_from([0, 9]))
 def test_a_leap_changes_nothing(
-    rows: list[tuple[int, int, int, int]], usable: int, windowed: bool, freed: float, writes: bool
+    rows: list[tuple[int, int, int, int]], usable: int, windowed: bool, freed: float, writes: bool, interval: int
 ) -> None:
     """Step by step comes to the same, and the ledger is sound at every step. Whole seconds are exact in floats."""
-    footprint = Footprint("arm", freed_fraction=freed, writes=writes)
+    timing: Timing = "every_n" if interval else "after_prefill"
+    footprint = Footprint("arm", timing=timing, interval=interval, freed_fraction=freed, writes=writes)
     geometry = hybrid() if windowed else full()
     leaping = scheduler(usable, geometry=geometry, footprint=footprint, batched=16)
     leapt = leaping.run(requests_of(rows))

@@ -54,8 +54,9 @@ class Backend(Protocol):
         """Block ids per group, 0 where a block was let go."""
         ...
 
-    def release(self, request: str, fraction: float, full_units: int) -> None:
-        """Let go of that fraction of the blocks that `full_units` fill, in every group that no window bounds."""
+    def release(self, request: str, fraction: float, full_units: int, first: int = 0) -> int:
+        """Let go of that fraction of the blocks that units `first` to `full_units` fill, in every group that no window
+        bounds; returns how many units of one such group went, the most of any."""
         ...
 
     def rewrite(self, request: str) -> bool:
@@ -104,17 +105,20 @@ class OursBackend:
         """See `Backend.tables`."""
         return self.manager.tables(request)
 
-    def release(self, request: str, fraction: float, full_units: int) -> None:
+    def release(self, request: str, fraction: float, full_units: int, first: int = 0) -> int:
         """See `Backend.release`."""
-        ledger, seq = self.manager.ledger, self.manager.sequence(request)
+        ledger, seq, most = self.manager.ledger, self.manager.sequence(request), 0
         for group in self._editable:
             size = group.block_size
-            gone = dropped(full_units // size, fraction)
+            start = -(-first // size)
+            gone = [start + block for block in dropped(max(full_units // size - start, 0), fraction)]
+            most = max(most, len(gone) * size)
             if gone:
                 ledger.evict_positions(
                     seq, group.index, np.concatenate([np.arange(i * size, (i + 1) * size) for i in gone])
                 )
         ledger.reclaim(seq)
+        return most
 
     def rewrite(self, request: str) -> bool:
         """See `Backend.rewrite`; the ledger copies what others hold before it is written."""

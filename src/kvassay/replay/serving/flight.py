@@ -20,6 +20,10 @@ class Flight:
     computed: int = 0
     """Tokens whose K and V are in the cache (or were let go by a policy since)."""
     generated: int = 0
+    windows: int = 0
+    """Intervals of generated tokens that a policy has compressed."""
+    let_go: int = 0
+    """Tokens of those whose blocks it gave back."""
     units: int = 0
     """Units that have slots."""
     prefilled: bool = False

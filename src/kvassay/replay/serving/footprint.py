@@ -11,9 +11,10 @@ from typing import Literal
 
 from kvassay.errors import CacheError
 
-Timing = Literal["after_prefill", "from_start"]
+Timing = Literal["after_prefill", "from_start", "every_n"]
 """`after_prefill`: a prompt lies dense in the pool until its prefill ends, then blocks are freed.
-`from_start`: what is stored is smaller from the first token on (an fp8 cache): every block holds more tokens."""
+`from_start`: what is stored is smaller from the first token on (an fp8 cache): every block holds more tokens.
+`every_n`: a prompt stays as it is; each `interval` generated tokens are compressed once, when they are complete."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,10 @@ class Footprint:
     """Tokens a decode step reads / tokens in the cache, in the arm's scope."""
     retained_fraction: float = 1.0
     """Bytes held / dense's, in the arm's scope."""
+    interval: int = 0
+    """Generated tokens that are compressed together; with timing `every_n` alone."""
     freed_fraction: float = 0.0
-    """Blocks freed / blocks of the context, in [0, 1)."""
+    """Blocks freed / blocks of the context, in [0, 1); of an interval, with timing `every_n`."""
     read_fraction: float = 1.0
     """KV bytes read per decoded token / dense's, in the arm's scope."""
     writes: bool = False
@@ -51,6 +54,8 @@ class Footprint:
         """Raise `CacheError` for a fraction out of range."""
         if not 0 <= self.freed_fraction < 1:
             raise CacheError(f"{self.arm}: freed_fraction is {self.freed_fraction:g}, must be in [0, 1)")
+        if (self.timing == "every_n") != (self.interval > 0):
+            raise CacheError(f"{self.arm}: timing '{self.timing}' with interval {self.interval}; every_n needs one")
         for name in ("selected_fraction", "retained_fraction", "read_fraction", "side_fraction", "scan_fraction"):
             if not getattr(self, name) >= 0:
                 raise CacheError(f"{self.arm}: {name} is {getattr(self, name)}, must be at least 0")
@@ -63,6 +68,11 @@ class Footprint:
     def edits(self) -> bool:
         """Whether requests are edited after their prefill."""
         return self.timing == "after_prefill" and (self.freed_fraction > 0 or self.writes)
+
+    @property
+    def windows(self) -> bool:
+        """Whether what requests generate is edited, interval by interval."""
+        return self.timing == "every_n" and self.freed_fraction > 0
 
     @property
     def block_scale(self) -> float:

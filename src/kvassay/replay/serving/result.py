@@ -221,6 +221,12 @@ def _capacity(flights: Sequence[Flight], geometry: Geometry, footprint: Footprin
     if footprint.edits:
         full = [prompt // geometry.unit // group.block_size for group in geometry.groups if group.window is None]
         blocks -= sum(len(dropped(count, footprint.freed_fraction)) for count in full)
+    if footprint.windows:
+        unit, interval = geometry.unit, footprint.interval
+        for start in range(prompt, prompt + output - interval + 1, interval):
+            for size in (group.block_size * unit for group in geometry.groups if group.window is None):
+                inside = max((start + interval) // size - -(-start // size), 0)
+                blocks -= len(dropped(inside, footprint.freed_fraction))
     return usable / blocks
 
 

@@ -92,7 +92,7 @@ class Scheduler:
         chunks, contexts = [], []
         for flight, n in plan:
             if flight.prefilled:
-                contexts.append(flight.computed + 1)
+                contexts.append(flight.computed - flight.let_go + 1)
             else:
                 chunks.append(Chunk(n, flight.computed))
         decoding = np.array(contexts, dtype=np.int64)
@@ -104,12 +104,16 @@ class Scheduler:
         if self.footprint.edits:
             ending = [flight for flight, n in plan if not flight.prefilled and flight.computed + n == flight.tokens]
             seconds += sum(self.times.scan_seconds(flight.tokens) for flight in ending)
+        due = [(flight, count) for flight, n in plan if (count := self._due(flight, n))]
+        seconds += sum(count * self.times.scan_seconds(self.footprint.interval) for _, count in due)
         self.now += seconds
         self._count(plan, chunks, steps, seconds)
         for flight, n in plan:
             self._computed(flight, n)
         for flight in ending:
             self._edit(flight)
+        for flight, count in due:
+            self._compress(flight, count)
 
     # -- scheduling ----------------------------------------------------------------------------------
 
@@ -163,6 +167,7 @@ class Scheduler:
             flight.admitted, flight.cached = True, cached
         flight.recomputed += max(0, flight.lost - cached)
         flight.computed, flight.units, flight.prefilled = cached, hit.tokens + count, False
+        flight.windows, flight.let_go = 0, 0
         return n
 
     def _grow(self, flight: Flight, n: int) -> bool:
@@ -189,6 +194,8 @@ class Scheduler:
     def _leap(self, contexts: np.ndarray, first: float, coming: float | None) -> tuple[int, float]:
         """How many decode steps to take at once, and their seconds; slots for all of them are taken."""
         most = min(flight.output - flight.generated for flight in self.running)
+        if self.footprint.windows:
+            most = min(most, *(self._until_due(flight) for flight in self.running))
         if self.geometry.windowed:
             # A window lets blocks go when a unit begins, and then whoever waits for blocks must be asked again.
             unit = self.geometry.unit
@@ -229,6 +236,31 @@ class Scheduler:
         while self.footprint.writes and not self.backend.rewrite(flight.name):
             if self._preempt_last() is flight:
                 return
+
+    # -- what a policy compresses as it is generated -----------------------------------------------------
+
+    def _due(self, flight: Flight, n: int) -> int:
+        """Intervals that `n` more tokens complete; after a preemption all those that are computed again."""
+        if not self.footprint.windows or (not flight.prefilled and flight.computed + n < flight.tokens):
+            return 0
+        generated = flight.computed + n - flight.request.input_tokens
+        return max(generated // self.footprint.interval - flight.windows, 0)
+
+    def _until_due(self, flight: Flight) -> int:
+        """Decode steps until the next interval is complete."""
+        interval = self.footprint.interval
+        return interval - (flight.computed - flight.request.input_tokens) % interval
+
+    def _compress(self, flight: Flight, count: int) -> None:
+        """Let go of the footprint's share of the blocks that lie wholly in each of `count` intervals."""
+        if flight.finished is not None or flight.units == 0:
+            return
+        unit, interval = self.geometry.unit, self.footprint.interval
+        for _ in range(count):
+            first = flight.request.input_tokens + flight.windows * interval
+            units = -(-first // unit), (first + interval) // unit
+            flight.let_go += unit * self.backend.release(flight.name, self.footprint.freed_fraction, units[1], units[0])
+            flight.windows += 1
 
     # -- bookkeeping ---------------------------------------------------------------------------------
 

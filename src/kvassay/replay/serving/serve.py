@@ -72,7 +72,7 @@ def serve(trace: RequestFile, setting: Setting, footprint: Footprint) -> Serving
             "one pool must be equal, so this cannot be modelled for a model with windows"
         )
     num_blocks = geometry.pool_blocks(setting.pool_bytes, footprint.block_scale)
-    backend = _BACKENDS[setting.backend](geometry, num_blocks, footprint.edits)
+    backend = _BACKENDS[setting.backend](geometry, num_blocks, footprint.edits or footprint.windows)
     times = setting.table or RooflineTimes(
         setting.layout, setting.hardware, setting.weights, footprint, setting.step_overhead
     )

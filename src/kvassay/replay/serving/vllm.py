@@ -66,11 +66,12 @@ class VllmBackend:
         """See `Backend.tables`."""
         return self.manager.tables(request)
 
-    def release(self, request: str, fraction: float, full_units: int) -> None:
+    def release(self, request: str, fraction: float, full_units: int, first: int = 0) -> int:
         """See `Backend.release`."""
         ours = self._editor(request)
-        ours.release(request, fraction, full_units)
+        gone = ours.release(request, fraction, full_units, first)
         follow(ours.manager, self.manager, request)
+        return gone
 
     def rewrite(self, request: str) -> bool:
         """See `Backend.rewrite`."""
