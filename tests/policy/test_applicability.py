@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from kvassay.cli.applicability import applicability as command
 from kvassay.layout.config import from_config
 from kvassay.layout.model import Rope
 from kvassay.policy.acting import refusal
@@ -69,6 +72,28 @@ class TestAnyPolicy:
         found = judged(card, "mla"), judged(card, "mla_index")
         assert tuple(cell.answer for cell in found) == (mla, mla_index)
         assert judged(card, "gqa").answer == "applicable" and all(cell.reason for cell in found)
+
+    def test_the_command_shows_what_a_run_goes_by(self) -> None:
+        shown = CliRunner().invoke(command, ["quest", "fp8", "--json"])
+        found = json.loads(shown.output)
+        assert {name: {state: cell["answer"] for state, cell in row.items()} for name, row in found.items()} == {
+            "quest": {
+                "gqa": "applicable",
+                "sliding": "redundant",
+                "mla": "applicable",
+                "mla_index": "redundant",
+                "v4": "blocked",
+                "block_sparse": "redundant",
+            },
+            "fp8": {
+                "gqa": "applicable",
+                "sliding": "redundant",
+                "mla": "applicable",
+                "mla_index": "applicable",
+                "v4": "blocked",
+                "block_sparse": "applicable",
+            },
+        }
 
     def test_a_layer_is_of_the_state_its_parts_make(self) -> None:
         states = {

@@ -11,13 +11,18 @@ from rich.table import Table
 
 
 @click.command()
+@click.argument("policies", nargs=-1, metavar="[POLICY]...")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def applicability(as_json: bool) -> None:
-    """Show for each candidate and kind of attention state: applicable, redundant or blocked, and the reason."""
-    from kvassay.policy.applicability import STATES
-    from kvassay.policy.applicability import applicability as answers
+def applicability(policies: tuple[str, ...], as_json: bool) -> None:
+    """Show for each candidate and kind of attention state: applicable, redundant or blocked, and the reason.
 
-    found = answers()
+    Of POLICY..., names of any other policies, it shows what follows from their cards: what a run goes by.
+    """
+    from kvassay.policy.applicability import STATES, judged
+    from kvassay.policy.applicability import applicability as answers
+    from kvassay.policy.registry import get
+
+    found = {name: {state: judged(get(name).card, state) for state in STATES} for name in policies} or answers()
     if as_json:
         click.echo(json.dumps({n: {s: asdict(c) for s, c in row.items()} for n, row in found.items()}, indent=2))
         return

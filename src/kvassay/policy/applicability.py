@@ -136,12 +136,22 @@ def judged(card: Card, state: str) -> Cell:
     named = _TABLE.get(card.name, {}).get(state)
     if named is not None:
         return named
-    rules = {"mla": _on_latent, "mla_index": _on_latent, "v4": _on_pooled, "block_sparse": _on_blocks}
+    rules = {
+        "sliding": _on_window,
+        "mla": _on_latent,
+        "mla_index": _on_latent,
+        "v4": _on_pooled,
+        "block_sparse": _on_blocks,
+    }
     found = rules[state](card, state) if state in rules and Effect.NONE not in card.effects else None
     return found or Cell("applicable", "nothing in its card speaks against it")
 
 
 _PROJECTIONS = Evidence.WEIGHTS, Evidence.GRADIENTS, Evidence.LAYER_INPUT
+
+
+def _on_window(card: Card, state: str) -> Cell | None:
+    return None if "sliding" in card.acts_on else _BOUNDED
 
 
 def _on_latent(card: Card, state: str) -> Cell | None:
