@@ -40,7 +40,7 @@ demo: $(READY) ## Judge a dozen policies on two small real models (fetches them 
 STUDY := studies/01
 study: $(READY) ## The first study, from recording to verdicts (hours; resumable; CONTEXTS=5 for an instalment)
 	$(BIN)/kvassay models fetch --all
-	for matrix in exact transforming free reasoning; do \
+	for matrix in locks exact transforming free reasoning; do \
 	  $(BIN)/kvassay run $(STUDY)/$$matrix.toml --gate $(STUDY)/gate.toml $(if $(CONTEXTS),--contexts $(CONTEXTS)) \
 	    --out runs/study-01-$$matrix || exit; \
 	done
