@@ -96,9 +96,16 @@ def test_a_worker_fits_an_offline_policy_on_the_model_once(
     assert len(mine) == 2 and all(row.retained_fraction_scope < 0.7 for row in mine)
 
 
-def test_an_error_in_a_worker_is_the_runs_error(plan: MAKER, tmp_path: Path) -> None:
-    with pytest.raises(PolicyError, match="no score today"):
-        run(plan(score='raise PolicyError("no score today")'), tmp_path / "run", jobs=2)
+@pytest.mark.parametrize(
+    ("score", "message"),
+    [
+        ('raise PolicyError("no score today")', "^no score today$"),
+        ("return 1 / 0", r"^policy 'bad', score of layer 0: ZeroDivisionError: division by zero \(.*bad\.py:13\)$"),
+    ],
+)
+def test_an_error_in_a_worker_is_the_runs_error(plan: MAKER, tmp_path: Path, score: str, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        run(plan(score=score), tmp_path / "run", jobs=2)
 
 
 def test_a_worker_that_dies_is_said_and_the_run_can_go_on(plan: MAKER, tmp_path: Path) -> None:

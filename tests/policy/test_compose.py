@@ -51,7 +51,9 @@ from tests.policy.build import allowance, cache, dense, layer, memory, ragged, r
         ("snapkv(read=0.5)+int8", BudgetError, "'snapkv' takes no read_tokens budget"),
         ("snapkv+int8(keep=0.5)", BudgetError, "'int8' takes no keep_tokens budget"),
         ("snapkv(keep=0.5,bytes=0.5)+int8", PolicyError, "one budget at most, not bytes=0.5 and keep=0.5"),
-        ("snapkv+", PolicyError, "'' is not of the form"),
+        ("snapkv+", PolicyError, r"policy 'snapkv\+': part 2 of 2 is empty"),
+        ("+quest", PolicyError, r"policy '\+quest': part 1 of 2 is empty"),
+        ("knorm+ +int8", PolicyError, r"policy 'knorm\+ \+int8': part 2 of 3 is empty"),
         ("snapkv+int9", PolicyError, r"unknown policy 'int9' \(did you mean 'int8'\?\)"),
     ],
 )

@@ -48,6 +48,7 @@ def test_every_built_in_has_a_complete_card_of_its_own_name(name: str) -> None:
     assert found.__doc__ and not found.__doc__.startswith(f"{found.__name__}(")
     policy = registry.make(name)
     assert registry.parse(policy.label) == policy
+    registry._check_effects(found, name)
     acts = {Effect.EVICT, Effect.MERGE, Effect.QUANTIZE, Effect.LOW_RANK} & found.card.effects
     assert policy.writes_decide is bool(acts)
     assert policy.writes_read is (Effect.SELECT in found.card.effects)
@@ -144,6 +145,11 @@ class TestFile:
             ("raise RuntimeError('first\\nsecond')", "X", "importing the file failed: RuntimeError: first$"),
             ("import nowhere_to_be_found", "X", "ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
             ("def broken(:", "X", "SyntaxError"),
+            (PLUGIN.replace("def score", "def scores"), "ValueNorm", "effect 'evict', .*; write `score` or `decide`$"),
+            (PLUGIN.replace("Effect.EVICT", "Effect.SELECT"), "ValueNorm", "effect 'select', .*; write `read`$"),
+            (PLUGIN.replace("Effect.EVICT", "Effect.MERGE"), "ValueNorm", "effect 'merge', .*; write `decide`$"),
+            (PLUGIN.replace("Effect.EVICT", "Effect.QUANTIZE"), "ValueNorm", "effect 'quantize', .*; write `decide`$"),
+            (PLUGIN.replace("Effect.EVICT", "Effect.LOW_RANK"), "ValueNorm", "'low_rank', .* `decide` or `project`$"),
             (PLUGIN.replace('summary="test",', 'summary="test", gaps=("x",),'), "ValueNorm", "gaps are listed"),
         ],
     )
@@ -151,6 +157,11 @@ class TestFile:
         with pytest.raises(PolicyError, match=message) as caught:
             registry.get(f"{self.write(tmp_path, text)}:{attribute}")
         assert "\n" not in str(caught.value) and "mine.py" in str(caught.value)
+
+    @pytest.mark.parametrize("effect, method", [("SELECT", "read"), ("QUANTIZE", "decide"), ("LOW_RANK", "project")])
+    def test_a_class_that_writes_what_its_card_says_passes(self, tmp_path: Path, effect: str, method: str) -> None:
+        text = PLUGIN.replace("Effect.EVICT", f"Effect.{effect}").replace("def score", f"def {method}")
+        assert registry.get(f"{self.write(tmp_path, text)}:ValueNorm").card.effects == {Effect[effect]}
 
     def test_a_missing_file_is_named(self, tmp_path: Path) -> None:
         with pytest.raises(PolicyError, match=r"there is no file .*gone\.py"):

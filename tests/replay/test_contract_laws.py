@@ -143,6 +143,21 @@ WHEN_COMPRESSED = {
         PolicyError,
         r"scored layer 0 with shape \[2, 405\], \[2, 404\] needed",
     ),
+    "no score at all": (
+        scorer(lambda layer: None, budgets=frozenset({"keep_tokens"})),  # type: ignore[arg-type, return-value]
+        PolicyError,
+        r"^policy 'bad' scored layer 0 with NoneType, a tensor \[2, 404\] needed$",
+    ),
+    "a fault of its own in score": (
+        scorer(lambda layer: layer.positions / (1 // 0), budgets=frozenset({"keep_tokens"})),
+        PolicyError,
+        r"^policy 'bad', score of layer 0: ZeroDivisionError: .* \(.*test_contract_laws\.py:\d+\)$",
+    ),
+    "a fault of its own in decide": (
+        decider(lambda cache: Decision({7: [Evict(cache.layers[77].alive)]})),
+        PolicyError,
+        r"^policy 'bad', decide: KeyError: 77 \(.*test_contract_laws\.py:\d+\)$",
+    ),
     "NaN scores": (
         scorer(with_nan, budgets=frozenset({"keep_tokens"})),
         PolicyError,

@@ -17,6 +17,7 @@ from kvassay.cache.edits import KEEP_ALL, Decision, LowRank
 from kvassay.errors import PolicyError
 from kvassay.layout.model import Layer
 from kvassay.policy.acting import may_act
+from kvassay.policy.answers import answering, checked_scores
 from kvassay.policy.base import Artefact, Calibration, Memory, Policy, State
 from kvassay.policy.budget import Allowance, Budget
 from kvassay.policy.card import Card, Prefill, When
@@ -90,8 +91,9 @@ class Composed(Policy):
             if not part.decides_at(cache.moment) or part.spares(allowance, cache.length):
                 continue
             shown, mine = self._shown(cache, part, decision), self._memory(memory, number)
-            scores = {i: part.score(layer, mine) for i, layer in shown.layers.items()} if part.writes_score else {}
-            then = part.decide(shown, scores, mine, allowance)
+            scores = {i: _score(part, layer, mine) for i, layer in shown.layers.items()} if part.writes_score else {}
+            with answering(part, "decide"):
+                then = part.decide(shown, scores, mine, allowance)
             outside = sorted(set(then.edits) - set(shown.layers))
             if outside:
                 raise PolicyError(f"policy '{part.card.name}' edits layer {outside[0]}, which its card does not act on")
@@ -274,6 +276,12 @@ class Composed(Policy):
     def writes_summarize(self) -> bool:
         """True if a part keeps side data per full block."""
         return any(part.writes_summarize for part in self.parts)
+
+
+def _score(part: Policy, layer: LayerView, memory: Memory) -> Tensor:
+    with answering(part, "score", layer.index):
+        score = part.score(layer, memory)
+    return checked_scores(score, layer)
 
 
 def _own(tensors: Mapping[str, Tensor], key: str) -> dict[str, Tensor]:

@@ -65,6 +65,15 @@ BUILT_IN = {
     "kvpress-critical": "kvpress.critical:KvpressCritical",
 }
 
+_WRITTEN = {
+    "evict": ("score", "decide"),
+    "merge": ("decide",),
+    "quantize": ("decide",),
+    "low_rank": ("decide", "project"),
+    "select": ("read",),
+}
+"""Effect: the methods, one of which a policy writes that has it; without any, it would run as dense."""
+
 
 def names() -> list[str]:
     """Every name that needs no path: built-in ones in their order, then plug-ins sorted; nothing is imported."""
@@ -107,6 +116,11 @@ def parse(text: str, base: Path | None = None) -> Policy:
     if len(parts) == 1:
         name, parameters = _taken_apart(text)
         return make(_from(base, name), **parameters)
+    for number, part in enumerate(parts, 1):
+        if not part.strip():
+            raise PolicyError(
+                f"policy '{text}': part {number} of {len(parts)} is empty; write a name on each side of '+'"
+            )
     from kvassay.policy.compose import Composed
 
     return Composed(tuple(_part(one, base) for one in parts))
@@ -219,7 +233,7 @@ def _import_file(name: str, file: Path, where: str) -> None:
 
 
 def _checked(found: Any, where: str) -> type[Policy]:
-    """The class itself, if it is a policy: a frozen dataclass, derived from Policy, with a card."""
+    """The class itself, if it is a policy: a frozen dataclass, derived from Policy, that writes what its card says."""
     from kvassay.policy.base import Policy
     from kvassay.policy.card import Card
 
@@ -230,7 +244,20 @@ def _checked(found: Any, where: str) -> type[Policy]:
         raise PolicyError(f"{where} is not a frozen dataclass; put @dataclass(frozen=True) above the class")
     if not isinstance(getattr(found, "card", None), Card):
         raise PolicyError(f"{where} has no card; add `card: ClassVar[Card] = Card(...)` to the class")
+    _check_effects(found, where)
     return found
+
+
+def _check_effects(found: type[Policy], where: str) -> None:
+    from kvassay.policy.base import Policy
+
+    for effect in sorted(found.card.effects):
+        methods = _WRITTEN.get(effect, ())
+        if methods and all(getattr(found, method) is getattr(Policy, method) for method in methods):
+            wanted = " or ".join(f"`{method}`" for method in methods)
+            raise PolicyError(
+                f"{where}: its card says effect '{effect}', and nothing in the class does it; write {wanted}"
+            )
 
 
 def _coerce(policy: str, key: str, value: object, wanted: Any) -> object:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvassay.cache.edits import Bias, Decision, Merge
 from kvassay.errors import PolicyError, did_you_mean
+from kvassay.policy.answers import scores_of
 from kvassay.policy.base import Memory, Policy
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Card, Effect
@@ -67,14 +68,14 @@ def _rebuild(parent: type[Policy], kind: str, parameters: dict[str, Any]) -> Pol
 
 def _flipped(parent: type[Policy]) -> dict[str, Any]:
     def score(self: Policy, layer: LayerView, memory: Memory) -> Tensor:
-        return -parent.score(self, layer, memory)
+        return -scores_of(parent.score(self, layer, memory), layer)
 
     return {"score": score, "card": _summary(_scorer(parent, "flip"), "with the sign of its score flipped")}
 
 
 def _shuffled(parent: type[Policy]) -> dict[str, Any]:
     def score(self: Policy, layer: LayerView, memory: Memory) -> Tensor:
-        true, alive = parent.score(self, layer, memory), layer.alive
+        true, alive = scores_of(parent.score(self, layer, memory), layer), layer.alive
         draw = torch.rand(alive.shape, generator=memory.generator())
         source = draw.masked_fill(~alive, 2.0).argsort(dim=1)
         rank = (~alive).int().argsort(dim=1, stable=True)

@@ -12,8 +12,9 @@ from torch import Tensor
 from kvassay.cache.data import LayerData, Stored
 from kvassay.cache.edits import Decision
 from kvassay.cache.ops import Reclaimed
-from kvassay.errors import PolicyError
+from kvassay.errors import BudgetError, PolicyError
 from kvassay.policy import readset
+from kvassay.policy.answers import answering, checked_scores
 from kvassay.policy.base import Memory, Policy
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Evidence, When
@@ -142,14 +143,26 @@ def scored(policy: Policy, cache: CacheView, memory: Memory) -> dict[int, Tensor
     """Scores of all layers shown, none for a policy without a scorer; `PolicyError` for another shape or NaN."""
     if not policy.writes_score:
         return {}
-    return {index: _checked(policy.score(shown, memory), shown) for index, shown in cache.layers.items()}
+    return {index: _score(policy, shown, memory) for index, shown in cache.layers.items()}
+
+
+def _score(policy: Policy, shown: LayerView, memory: Memory) -> Tensor:
+    with answering(policy, "score", shown.index):
+        score = policy.score(shown, memory)
+    return checked_scores(score, shown)
 
 
 def decided(
     policy: Policy, cache: CacheView, scores: Mapping[int, Tensor], memory: Memory, allowance: Allowance
 ) -> Decision:
-    """One decision from the scores; `PolicyError` if it leaves its scope or drops a protected token."""
-    decision = policy.decide(cache, scores, memory, allowance)
+    """One decision from the scores; `PolicyError` if it leaves its scope or drops a protected token, `BudgetError`
+    with the arm's name if the budget leaves the policy nothing to decide."""
+    try:
+        with answering(policy, "decide"):
+            decision = policy.decide(cache, scores, memory, allowance)
+    except BudgetError as error:
+        arm = " ".join([policy.label, *([] if allowance.budget is None else [allowance.budget.label])])
+        raise BudgetError(f"arm '{arm}': {error}") from error
     if not isinstance(decision, Decision):
         raise PolicyError(f"policy '{policy.card.name}': decide returned {type(decision).__name__}, not a Decision")
     check_scope(policy, cache, decision)
@@ -203,7 +216,9 @@ def observe(lane: Lane, tokens: Sequence[int], evidence: Evidences, hidden: Mapp
         cache_view(lane, meter, evidence),
         HiddenStates(lane.policy.card, lane.policy.taps_in(len(lane.cache.layout.layers)), hidden),
     )
-    lane.with_state(lane.policy.observe(lane.memory.state, step))
+    with answering(lane.policy, "observe"):
+        state = lane.policy.observe(lane.memory.state, step)
+    lane.with_state(state)
     lane.touched += meter.total
     lane.seconds += time.perf_counter() - start
 
@@ -212,7 +227,8 @@ def read(lane: Lane, index: int, query: Tensor, load: Callable[[], LayerData]) -
     """What the policy lets `query` [q_heads, queries, dim] of layer `index` read, and what choosing it scanned."""
     meter = Meter(lane.cache.layout.element_bytes)
     shown = view(lane, lane.cache.layout.source(index).index, meter, Evidences(), load)
-    chosen = lane.policy.read(shown, query, lane.memory, lane.allowance, lane.previous.get(index))
+    with answering(lane.policy, "read", index):
+        chosen = lane.policy.read(shown, query, lane.memory, lane.allowance, lane.previous.get(index))
     if chosen is not None:
         chosen.validate(
             queries=query.shape[1],
@@ -261,21 +277,6 @@ def _interval(lane: Lane) -> int:
     return interval
 
 
-def _checked(score: Tensor, shown: LayerView) -> Tensor:
-    if tuple(score.shape) != (shown.kv_heads, shown.tokens):
-        raise PolicyError(
-            f"policy '{shown.card.name}' scored layer {shown.index} with shape {list(score.shape)}, "
-            f"[{shown.kv_heads}, {shown.tokens}] needed"
-        )
-    wrong = int((~torch.isfinite(score[shown.alive])).sum())
-    if wrong:
-        raise PolicyError(
-            f"policy '{shown.card.name}' scored {wrong} of {int(shown.alive.sum())} tokens of layer {shown.index} "
-            "NaN or infinite; every live token needs a finite score"
-        )
-    return score
-
-
 def _summary(lane: Lane, layer: int, done: int, full: int, size: int) -> Mapping[str, Tensor]:
     data = lane.cache.layer(lane.seq, layer)
     if data.slots.shape[1] != lane.length or int(data.slots.max()) + 1 != lane.length:
@@ -288,7 +289,8 @@ def _summary(lane: Lane, layer: int, done: int, full: int, size: int) -> Mapping
     _charge_summary(lane, blocks)
     artefact = lane.memory.artefact
     learnt = {} if artefact is None else artefact.tensors
-    return lane.policy.summarize(BlockView(lane.cache.layout.layers[layer], blocks[0], blocks[1], learnt))
+    with answering(lane.policy, "summarize", layer):
+        return lane.policy.summarize(BlockView(lane.cache.layout.layers[layer], blocks[0], blocks[1], learnt))
 
 
 def _charge_summary(lane: Lane, blocks: Sequence[Tensor]) -> None:

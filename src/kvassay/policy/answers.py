@@ -1,0 +1,75 @@
+"""What a policy's own code answers: its errors told as the policy's, its scores checked."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from kvassay.errors import KvassayError, PolicyError
+from kvassay.policy.base import Policy
+from kvassay.policy.views import LayerView
+
+_HERE = __name__.partition(".")[0]
+
+
+@contextmanager
+def answering(policy: Policy, method: str, layer: int | None = None) -> Iterator[None]:
+    """A call of a policy's method: `PolicyError` on one line where the code of a plug-in fails in it.
+
+    The line says where in the plug-in's file; the original error is its cause. Typed errors, and failures in code of
+    this package, pass as they are: the first are said well already, and the second are not the plug-in's.
+    """
+    try:
+        yield
+    except KvassayError:
+        raise
+    except Exception as error:
+        place = _place(policy, error)
+        if place is None:
+            raise
+        where = f"policy '{policy.card.name}', {method}" + ("" if layer is None else f" of layer {layer}")
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise PolicyError(f"{where}: {said.removesuffix(':')} ({place})") from error
+
+
+def _place(policy: Policy, error: Exception) -> str | None:
+    """File and line of the plug-in's innermost frame; None if code of this package was called from there."""
+    kinds = {kind for part in policy.parts for kind in type(part).__mro__}
+    plugins = {kind.__module__.partition(".")[0] for kind in kinds} - {_HERE, "builtins"}
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        owner = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if owner == _HERE:
+            return None
+        if owner in plugins:
+            return f"{frame.f_code.co_filename}:{line}"
+    return None
+
+
+def scores_of(score: Tensor, shown: LayerView) -> Tensor:
+    """The scores themselves; `PolicyError` if a policy answered with anything but a tensor."""
+    if not isinstance(score, Tensor):
+        raise PolicyError(
+            f"policy '{shown.card.name}' scored layer {shown.index} with {type(score).__name__}, "
+            f"a tensor [{shown.kv_heads}, {shown.tokens}] needed"
+        )
+    return score
+
+
+def checked_scores(score: Tensor, shown: LayerView) -> Tensor:
+    """Scores float [kv_heads, tokens] of a layer; `PolicyError` for another shape, or NaN at a live token."""
+    if tuple(scores_of(score, shown).shape) != (shown.kv_heads, shown.tokens):
+        raise PolicyError(
+            f"policy '{shown.card.name}' scored layer {shown.index} with shape {list(score.shape)}, "
+            f"[{shown.kv_heads}, {shown.tokens}] needed"
+        )
+    wrong = int((~torch.isfinite(score[shown.alive])).sum())
+    if wrong:
+        raise PolicyError(
+            f"policy '{shown.card.name}' scored {wrong} of {int(shown.alive.sum())} tokens of layer {shown.index} "
+            "NaN or infinite; every live token needs a finite score"
+        )
+    return score
