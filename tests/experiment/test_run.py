@@ -16,10 +16,11 @@ from typing import Any
 import filelock
 import pytest
 
-from kvassay.errors import ExperimentError, ModelError
+from kvassay.errors import ExperimentError, KvassayError, ModelError, WorkloadError
 from kvassay.experiment import unit as module
-from kvassay.experiment.folder import RunFolder
+from kvassay.experiment.folder import GATE, RunFolder
 from kvassay.experiment.plan import Plan, make_plan
+from kvassay.experiment.progress import Silent
 from kvassay.experiment.results import Results
 from kvassay.experiment.rows import WALL, read_table
 from kvassay.experiment.run import run
@@ -168,8 +169,8 @@ def test_an_incomplete_replay_is_refused(plan: MAKER, tmp_path: Path) -> None:
 
 
 def test_texts_are_made_before_anything_is_recorded(plan: MAKER, tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="unknown parameter 'pears'"):
-        run(plan(1, ("pairs", "pears")), tmp_path / "run", replay=FakeReplay())
+    with pytest.raises(WorkloadError, match="the inserted text alone takes"):
+        run(plan(1, ("pairs = 4", "pairs = 60")), tmp_path / "run", replay=FakeReplay())
     assert list((tmp_path / "run" / "traces").iterdir()) == []
 
 
@@ -216,12 +217,12 @@ def test_a_folder_that_cannot_be_made_is_one_line(plan: MAKER, tmp_path: Path) -
 
 
 @pytest.fixture
-def started(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[[Path], subprocess.Popen[str]]]:
+def started(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start `kvassay run` of the tiny experiment into a folder, in a process of its own."""
-    file = write_experiment(tmp_path, tiny_model, 4)
     processes: list[subprocess.Popen[str]] = []
 
-    def start(folder: Path) -> subprocess.Popen[str]:
+    def start(folder: Path, contexts: int = 4) -> subprocess.Popen[str]:
+        file = write_experiment(tmp_path, tiny_model, contexts)
         command = [sys.executable, "-m", "kvassay", "run", str(file), "--out", str(folder)]
         processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         return processes[-1]
@@ -241,7 +242,7 @@ def wait_for_units(folder: Path, count: int, process: subprocess.Popen[str]) -> 
 
 
 def test_killed_in_the_middle_and_continued_is_as_if_never_killed(
-    started: Callable[[Path], subprocess.Popen[str]], tmp_path: Path
+    started: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
     whole, torn = tmp_path / "whole", tmp_path / "torn"
     uninterrupted = started(whole)
@@ -263,8 +264,8 @@ def test_killed_in_the_middle_and_continued_is_as_if_never_killed(
     assert "knorm keep=0.5" in out and (torn / "report.html").is_file()
 
 
-def test_ctrl_c_is_130_and_says_how_to_go_on(started: Callable[[Path], subprocess.Popen[str]], tmp_path: Path) -> None:
-    process = started(tmp_path / "run")
+def test_ctrl_c_is_130_and_says_how_to_go_on(started: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    process = started(tmp_path / "run", contexts=100)  # far more than are done before the signal, on any machine
     wait_for_units(tmp_path / "run", 1, process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()
@@ -295,3 +296,111 @@ def test_a_model_or_device_that_cannot_be_is_refused_before_anything_is_written(
     with pytest.raises(ModelError, match=message):
         run(plan(1, change), tmp_path / "run", replay=FakeReplay())
     assert not (tmp_path / "run").exists()
+
+
+IMPORT = 'name = "kv_short"\nlength = 384\ncontexts = 2\nquestions = 2\nparams = { pairs = 4, size = 2 }'
+
+
+def imported(params: str) -> tuple[str, str]:
+    """The change from the tiny workload to an imported one."""
+    return IMPORT, f'name = "jsonl"\nlength = 384\ncontexts = 2\nquestions = 1\nparams = {params}'
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (imported("{}"), "tiny.toml: [[workload]] 1: jsonl: params.path is needed: a file with one JSON object of "
+         "prompt, reasoning, answer a line"),
+        (imported('{ path = "/nope.jsonl" }'), "tiny.toml: [[workload]] 1: /nope.jsonl: cannot be read as UTF-8 text ("
+         "[Errno 2] No such file or directory: '/nope.jsonl')"),
+        (("pairs", "pears"),
+         "tiny.toml: [[workload]] 1: kv_short: unknown parameter 'pears' (did you mean 'pairs'?)"),
+        (("pairs = 4", 'pairs = "4"'), "tiny.toml: [[workload]] 1: kv_short: pairs='4' must be of type int"),
+        (("questions = 2", "questions = 0"), "questions"),
+        (("pairs = 4", "pairs = 60"), "the inserted text alone takes"),
+    ],
+)  # fmt: skip
+def test_a_failing_command_leaves_a_finished_run_as_it_was(
+    plan: MAKER, change: tuple[str, str], message: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    run(plan(2), folder, replay=FakeReplay())
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(KvassayError) as caught:
+        run(plan(2, change), folder, replay=FakeReplay())
+    assert message in str(caught.value)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert Results.open(folder).sets[0].contexts == 2
+
+
+def test_a_row_that_the_file_lacks_is_refused_before_anything_is_written(plan: MAKER, tmp_path: Path) -> None:
+    file = tmp_path / "one.jsonl"
+    file.write_text(json.dumps({"prompt": "a", "reasoning": "b", "answer": "c"}) + "\n", encoding="utf-8")
+    made = plan(2, imported(f'{{ path = "{file}" }}'))
+    with pytest.raises(
+        ExperimentError, match=r"tiny.toml: \[\[workload\]\] 1: .*: row 1 was asked for, the file has 1$"
+    ):
+        run(made, tmp_path / "run", replay=FakeReplay())
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_extends_a_finished_run_shows_the_earlier_one_until_it_is_done(plan: MAKER, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(plan(2), folder, replay=FakeReplay())
+    before = (folder / "manifest.json").read_bytes()
+    other = ('["knorm"]', '["keydiff"]')
+    with pytest.raises(KeyboardInterrupt):
+        run(plan(2, other), folder, replay=FakeReplay(stop_at=1))
+    assert (folder / "manifest.json").read_bytes() == before
+    assert "knorm keep=0.5" in Results.open(folder).arms
+    rest = FakeReplay()
+    assert "keydiff keep=0.5" in run(plan(2, other), folder, replay=rest).arms
+    assert len(rest.calls) == 1
+
+
+class Notes(Silent):
+    """Keeps what is to be known of the whole run, but for what it takes."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, text: str) -> None:
+        """Keep it if it is about the folder."""
+        if "/run" in text:
+            self.lines.append(text)
+
+
+def noted(made: Plan, folder: Path) -> list[str]:
+    notes = Notes()
+    run(made, folder, notes, replay=FakeReplay())
+    return notes.lines
+
+
+def test_arms_and_workloads_that_leave_the_table_are_named(plan: MAKER, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    stay = "they leave the table; their contexts stay in units/"
+    assert noted(plan(1), folder) == []
+    assert noted(plan(1), folder) == noted(plan(2), folder) == []
+    assert noted(plan(2, ('["knorm"]', '["knorm", "keydiff"]')), folder) == []
+    assert noted(plan(2, ('["knorm"]', '["keydiff"]')), folder) == [
+        f"{folder} held other arms (knorm keep=0.5): {stay}"
+    ]
+    (folder / GATE).touch()
+    pinned = f"{folder / GATE} was pinned for this folder: it judges this run too"
+    assert noted(plan(2, ('["knorm"]', '["keydiff"]')), folder) == []
+    assert noted(plan(2, ('["knorm"]', '["keydiff", "knorm"]')), folder) == [pinned]
+    assert noted(plan(2, ("length = 384", "length = 400")), folder) == [
+        f"{folder} held other arms (keydiff keep=0.5) and other workloads "
+        f"(tiny-llama on kv_short 384 (pairs=4, size=2)): {stay}",
+        pinned,
+    ]
+
+
+def test_no_more_than_three_arms_are_named(plan: MAKER, tmp_path: Path) -> None:
+    budgets = '["keep=0.5", "keep=0.4", "keep=0.3", "keep=0.2"]'
+    run(plan(1, ('["keep=0.5"]', budgets)), tmp_path / "run", replay=FakeReplay())
+    lines = noted(plan(1, ('["keep=0.5"]', '["keep=0.6"]')), tmp_path / "run")
+    labels = [info["label"] for info in json.loads((tmp_path / "run" / "manifest.json").read_text())["arms"]]
+    assert len(lines) == 1 and " more): they leave the table" in lines[0]
+    named = lines[0].split("(", 1)[1].split(" and ")[0].split(", ")
+    assert len(named) == 3 and not set(named) & set(labels)

@@ -31,7 +31,7 @@ from kvassay.replay.arms import Arm
 from kvassay.replay.protocol import Protocol
 from kvassay.trace.reader import Trace
 from kvassay.trace.schema import SCHEMA_VERSION
-from kvassay.workload.registry import get
+from kvassay.workload.registry import check, check_import, get
 from kvassay.workload.sample import Sample
 
 KEY_LENGTH = 16
@@ -165,10 +165,10 @@ def options_for(policies: Sequence[Policy], base: RecordOptions) -> RecordOption
 
 
 def check_workloads(experiment: Experiment, source: str) -> None:
-    """Refuse an unknown workload, and a calibration whose text is not set apart from the tests'."""
+    """Refuse an unknown workload, parameters it does not take, and a calibration on text that is not set apart."""
     for number, workload in enumerate(experiment.workload):
         try:
-            get(workload.name)
+            check(workload.name, workload.params, workload.questions)
         except WorkloadError as error:
             raise ExperimentError(f"{source}: [[workload]] {number + 1}: {error}") from None
     name = experiment.calibration.workload
@@ -178,6 +178,15 @@ def check_workloads(experiment: Experiment, source: str) -> None:
         raise ExperimentError(f"{source}: [calibration] workload: {error}") from None
     if not divided:
         raise ExperimentError(f"{source}: [calibration] workload: '{name}' is imported, it has no text set apart")
+
+
+def check_imports(experiment: Experiment, source: str) -> None:
+    """Refuse a file to import that cannot be read or lacks rows; apart, as a finished run is read without it."""
+    for number, workload in enumerate(experiment.workload):
+        try:
+            check_import(workload.name, workload.params, workload.contexts)
+        except WorkloadError as error:
+            raise ExperimentError(f"{source}: [[workload]] {number + 1}: {error}") from None
 
 
 def check_lengths(experiment: Experiment, source: str) -> None:

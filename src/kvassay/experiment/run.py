@@ -8,7 +8,7 @@ last, when nothing else runs.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from kvassay.experiment.collect import collect
 from kvassay.experiment.drafters import draft_models
 from kvassay.experiment.folder import MANIFEST, RESOLVED, RunFolder
 from kvassay.experiment.memory import memory_plan
-from kvassay.experiment.plan import Plan, Unit, short_model
+from kvassay.experiment.plan import Plan, Unit, check_imports, short_model
 from kvassay.experiment.progress import Listener, Silent
 from kvassay.experiment.provenance import commit, machine, now
+from kvassay.experiment.replaced import replaced_lines
 from kvassay.experiment.results import Results, dump_manifest, read_manifest
 from kvassay.experiment.rows import read_results
 from kvassay.experiment.speculating import speculate_run
@@ -52,10 +53,12 @@ def run(
     jobs: units computed side by side, each in a process with its share of the cores (None: as many as cores
         and memory allow; 1: in this process). Results may differ in their last bits between numbers of jobs,
         never between an interrupted and an uninterrupted run of the same number.
-    Raises `ModelError` for a model or device that cannot be there and `DoesNotFit` for too little memory, before
-    anything is written, and `ExperimentError` if another run holds the folder, it holds another experiment, or it
-    cannot be written; whatever is finished stays.
+    Raises `ModelError` for a model or device that cannot be there, `DoesNotFit` for too little memory and
+    `ExperimentError` for a file to import that cannot be, before anything is written, and `ExperimentError` if another
+    run holds the folder, it holds another experiment, or it cannot be written; whatever is finished stays, and a
+    finished run is shown as it was until every new context has been computed.
     """
+    check_imports(plan.experiment, plan.source)
     torch_device(_device(plan))
     for model in (*(model for model, _ in _by_model(plan)), *draft_models(plan.experiment)):
         locate(model)
@@ -66,13 +69,19 @@ def run(
         hears.note(need.line)
         need.check()
     with folder.locked(), fitting_once():
-        manifest = _start(folder, plan, jobs)
+        earlier = _earlier(folder, plan)
+        manifest = _begun(plan, jobs, earlier)
+        for line in replaced_lines(folder, earlier, plan):
+            hears.note(line)
+        if not earlier.get("finished"):
+            _write_start(folder, plan, manifest)
         if jobs == 1:
             done = _units(plan, folder, hears, replay, manifest, Session.compute)
         else:
             done = _side_by_side(plan, folder, hears, replay, manifest, jobs)
         done.sort(key=lambda item: plan.units.index(item.unit))
         manifest["units"] = [_about(item) for item in done]
+        _write_start(folder, plan, manifest)  # from here on the tables are being replaced
         latency = time_run(plan, folder, done, manifest["machine"], hears.step) if replay is replay_trace else ()
         speculate_run(plan, folder, done, hears.step)
         manifest["finished"] = now()
@@ -82,15 +91,21 @@ def run(
     return Results.open(folder.path)
 
 
-def _start(folder: RunFolder, plan: Plan, jobs: int) -> dict[str, Any]:
-    """Write what is known before anything runs; the first start is kept when a run continues."""
+def _earlier(folder: RunFolder, plan: Plan) -> dict[str, Any]:
+    """The manifest of this experiment's earlier run in the folder; empty if there is none."""
     about = plan.experiment.experiment
     earlier = read_manifest(folder.path) if (folder.path / MANIFEST).is_file() else {}
     if earlier and earlier["name"] != about.name:
         raise ExperimentError(
             f"{folder.path}: holds the run of '{earlier['name']}', not of '{about.name}'; choose --out"
         )
-    manifest = {
+    return earlier
+
+
+def _begun(plan: Plan, jobs: int, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """What is known before anything runs; the first start is kept when a run continues."""
+    about = plan.experiment.experiment
+    return {
         "schema": MANIFEST_SCHEMA,
         "name": about.name,
         "started": earlier.get("started", now()),
@@ -109,9 +124,12 @@ def _start(folder: RunFolder, plan: Plan, jobs: int) -> dict[str, Any]:
         "units": [],
         "trace_sets": [],
     }
+
+
+def _write_start(folder: RunFolder, plan: Plan, manifest: Mapping[str, Any]) -> None:
+    """Write the experiment and its manifest, not finished."""
     folder.write_text(folder.path / RESOLVED, resolved_toml(plan.experiment))
     folder.write_text(folder.path / MANIFEST, dump_manifest(manifest))
-    return manifest
 
 
 Compute = Callable[[Session, Unit, Sample, Trace | None], Done | None]

@@ -47,12 +47,7 @@ class JsonlParams:
 
 def build(framing: Framing, params: JsonlParams, *, length: int, seed: int, index: int) -> Sample:
     """Return one sample of one row. Raises `WorkloadError` for a bad file, key, or a trace that is too short."""
-    if params.score not in SCORES:
-        raise WorkloadError(f"jsonl: score '{params.score}'{did_you_mean(params.score, SCORES)}")
-    if params.given < 1 or params.continued < 1 or params.far < 0:
-        raise WorkloadError(
-            f"jsonl: given={params.given} and continued={params.continued} must be >= 1, far={params.far} >= 0"
-        )
+    check(params)
     number = index if params.row < 0 else params.row
     row = _row(params, number)
     text = framing.head + row[params.prompt_key] + framing.tail + params.opener + row[params.reasoning_key]
@@ -83,6 +78,26 @@ def build(framing: Framing, params: JsonlParams, *, length: int, seed: int, inde
     return Sample("jsonl", seed, index, tuple(ids[:length]), (branch,), True, meta)
 
 
+def check(params: JsonlParams) -> None:
+    """Refuse parameters that no file could satisfy, without reading one. Raises `WorkloadError`."""
+    if not params.path:
+        raise WorkloadError(
+            "jsonl: params.path is needed: a file with one JSON object of prompt, reasoning, answer a line"
+        )
+    if params.score not in SCORES:
+        raise WorkloadError(f"jsonl: score '{params.score}'{did_you_mean(params.score, SCORES)}")
+    if params.given < 1 or params.continued < 1 or params.far < 0:
+        raise WorkloadError(
+            f"jsonl: given={params.given} and continued={params.continued} must be >= 1, far={params.far} >= 0"
+        )
+
+
+def check_rows(params: JsonlParams, contexts: int) -> None:
+    """Refuse a file that lacks one of the first `contexts` rows, or their keys. Raises `WorkloadError`."""
+    for index in range(contexts):
+        _row(params, index if params.row < 0 else params.row)
+
+
 def recurring(ids: Sequence[int], start: int, stop: int, far: int) -> list[int]:
     """Positions in [start, stop) whose token came before, but not among the `far` tokens just before it."""
     last: dict[int, int] = {}
@@ -110,8 +125,6 @@ def _scored(ids: Sequence[int], split: int, stop: int, params: JsonlParams, numb
 
 def _row(params: JsonlParams, number: int) -> Mapping[str, Any]:
     """One row with its three texts."""
-    if not params.path:
-        raise WorkloadError("jsonl: path is needed: a file with one JSON object of prompt, reasoning, answer a line")
     lines = _lines(params.path)
     if not 0 <= number < len(lines):
         raise WorkloadError(f"{params.path}: row {number} was asked for, the file has {len(lines)}")

@@ -14,6 +14,8 @@ from kvassay.workload.framing import Tokenizer, frame
 from kvassay.workload.sample import Sample
 
 QUESTIONS = 3
+TEXT_OPTIONS = ("template", "split", "text_path")
+"""Keywords of `build` that may stand among a workload's parameters in an experiment file."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,26 @@ def get(name: str) -> Workload:
     if name not in WORKLOADS:
         raise WorkloadError(f"unknown workload '{name}'{did_you_mean(name, WORKLOADS)}")
     return WORKLOADS[name]
+
+
+def check(name: str, params: Mapping[str, Any], questions: int | None = None) -> Any:
+    """The workload's parameters as `build` would take them, checked without tokenizer or file.
+
+    Raises `WorkloadError` for an unknown workload or parameter, a wrong type, a missing path, or too many questions.
+    """
+    entry = get(name)
+    values = _params(entry, {key: value for key, value in params.items() if key not in TEXT_OPTIONS})
+    _questions(entry, questions)
+    if isinstance(values, jsonl.JsonlParams):
+        jsonl.check(values)
+    return values
+
+
+def check_import(name: str, params: Mapping[str, Any], contexts: int) -> None:
+    """Refuse an import whose file lacks one of `contexts` rows; other workloads read none. Raises `WorkloadError`."""
+    values = check(name, params)
+    if isinstance(values, jsonl.JsonlParams):
+        jsonl.check_rows(values, contexts)
 
 
 def build(
