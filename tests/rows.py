@@ -7,6 +7,8 @@ from typing import Any
 from kvassay.measure.result import BranchResult
 
 DENSE_BYTES = 1000.0 * 1024
+SILENT: dict[str, Any] = {"task": None, "generated": "", "generated_tokens": 0}
+"""What a row says under `free_tokens = 0`."""
 
 
 def row(arm: str = "dense", trace: str = "t0", branch: int = 0, **changes: Any) -> BranchResult:

@@ -15,6 +15,7 @@ from kvassay.cli.main import cli
 from kvassay.experiment.plan import make_plan
 from kvassay.experiment.schema import parse_experiment
 from kvassay.gate.schema import parse_gate
+from kvassay.measure.verdict import load_judgement
 from kvassay.record.fetch import fetch
 from tests.pages import PAGES, ROOT, Page
 
@@ -47,6 +48,12 @@ def test_links_lead_somewhere(page: Page) -> None:
 def test_python_blocks_compile(page: Page) -> None:
     for text in page.blocks("python"):
         compile(text, page.name, "exec")
+
+
+@by_name
+def test_nothing_is_left_to_fill_in(page: Page) -> None:
+    """Placeholders as they are written while figures are not measured yet."""
+    assert re.findall(r"@[A-Z]+@|\bTODO\b", page.text) == []
 
 
 def test_every_page_is_reached_from_the_readme() -> None:
@@ -103,7 +110,6 @@ def test_the_tutorial_ends_in_a_verdict(tmp_path: Path, monkeypatch: pytest.Monk
         assert done.exit_code == 0, (words, done.output)
         said[" ".join(words)] = done.output
     assert "23 contexts would do" in said["gate declare gate.toml"]
-    verdict = said["run mine.toml --gate gate.toml --contexts 5"]
-    assert "reject" in verdict
-    assert "promote" not in verdict
+    whole = [verdict for verdict in load_judgement("runs/mine").verdicts if not verdict.trace_set]  # type: ignore[union-attr]
+    assert {verdict.outcome for verdict in whole} == {"reject"}  # half of the tokens by value norm, or the other half
     assert Path("runs/mine/report.html").is_file()

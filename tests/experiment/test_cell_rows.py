@@ -10,7 +10,7 @@ import pytest
 from kvassay.experiment.rows import cell_from_row, cell_to_row, read_table, write_cells
 from kvassay.measure.aggregate import aggregate
 from kvassay.measure.metrics import QUALITY
-from tests.rows import row
+from tests.rows import SILENT, row
 
 LABELS = {"model": "m", "trace_set": "copy 2k"}
 
@@ -37,3 +37,15 @@ def test_a_cell_survives_its_row(arms: tuple[str, ...], contexts: int, tmp_path:
     assert {types[f"{name}{part}"] for name in QUALITY for part in ("", "_error", "_noise", "_diff_worst")} == {
         "double"
     }
+
+
+def test_what_was_never_generated_is_null_and_absent_again(tmp_path: Path) -> None:
+    cells = aggregate([row(arm, f"t{n}", **SILENT) for n in range(6) for arm in ("dense", "fp8")]).cells
+    file = tmp_path / "cells.parquet"
+    write_cells([(LABELS, cells)], file)
+    raw = read_table(file)[1]
+    free = [name for name in raw if name.startswith(("task", "generated_tokens")) or name == "diverged"]
+    assert len(free) == 2 * 11 + 3 + 1 and all(raw[name] is None for name in free)
+    assert cell_from_row(raw) == cells[1]
+    older = {**raw, "task": 0.0, "task_diff": 0.0, "task_lost": 0, "generated_tokens": 0.0, "diverged": 0}
+    assert cell_from_row(older) == cells[1]

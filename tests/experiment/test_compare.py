@@ -18,7 +18,7 @@ from kvassay.experiment.results import Results
 from kvassay.experiment.rows import write_cells, write_samples
 from kvassay.measure.aggregate import aggregate
 from kvassay.measure.result import BranchResult
-from tests.rows import row
+from tests.rows import SILENT, row
 from tests.runs import make_run
 
 ARM = "snapkv(window=16) keep=0.25"
@@ -181,3 +181,15 @@ def test_another_recording_of_the_same_text_is_paired_and_said(traced: Any) -> N
         "6 of 6 shared contexts were recorded with other bits of K, V or queries: differences are those of the "
         "recording, too",
     )
+
+
+def test_what_one_run_did_not_generate_is_not_compared(tmp_path: Path) -> None:
+    silent = [replace(one, **SILENT) for one in rows()]
+    found = compare(run_of(tmp_path / "a", silent), run_of(tmp_path / "b", rows()))
+    assert [one.metric for one in cell(found).contrasts] == ["top1", "nll"]
+    assert set(cell(found).flips) == {"top1"} and not cell(found).identical
+    assert found.notes[-1] == (
+        "what is generated is not compared: in A, not measured: nothing was generated (free_tokens = 0)"
+    )
+    alone = compare(Results.open(tmp_path / "a"), Results.open(tmp_path / "b"), ["task"])
+    assert cell(alone).contrasts == () and alone.comparisons == 0

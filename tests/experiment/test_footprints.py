@@ -14,7 +14,7 @@ from kvassay.experiment.rows import write_cells
 from kvassay.measure.aggregate import aggregate
 from kvassay.replay.serving.cost import TableTimes
 from kvassay.replay.serving.footprint import Footprint
-from tests.rows import row
+from tests.rows import SILENT, row
 from tests.runs import make_run
 
 SNAPKV = "snapkv(window=16) keep=0.25"
@@ -142,3 +142,12 @@ def test_step_times_of_a_file(tmp_path: Path) -> None:
     path.write_text("step = 1\ntokens = 2\n")
     with pytest.raises(ExperimentError, match=r"unknown key 'tokens' \(did you mean 'token'"):
         load_times(path)
+
+
+def test_correctness_is_unknown_where_nothing_was_generated(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    labels = {"model": "tiny-model", "trace_set": "kv_short 2k"}
+    cells = aggregate([row("dense", **SILENT), row("fp8", **SILENT)]).cells
+    write_cells([(labels, cells)], tmp_path / "run" / CELLS)
+    (found,) = load_footprints(tmp_path / "run")
+    assert (found.correct, found.dense_correct) == (None, None)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from kvassay.cli.main import cli
-from kvassay.errors import ExperimentError
+from kvassay.errors import ExperimentError, KvassayError
 from kvassay.experiment import long
-from kvassay.experiment.folder import RunFolder
+from kvassay.experiment.folder import LONG, RESOLVED, RunFolder
+from kvassay.experiment.listing import RunLine, list_runs
 from kvassay.experiment.long import LongPlan, LongUnit, growing_layers, long_rows, plan_long, read_long, run_long
 from kvassay.experiment.progress import Silent
 from kvassay.experiment.schema import load_experiment
@@ -20,6 +23,7 @@ from kvassay.layout.config import from_config
 from kvassay.measure.long import LongRow
 from kvassay.record.synthetic import validity
 from kvassay.record.synthetic.statistics import shipped
+from tests.experiment.tiny import save_tiny_model, write_experiment
 
 TEXT = """
 [experiment]
@@ -203,6 +207,62 @@ def test_the_command_prints_tables_and_shows_them_again(tmp_path: Path, here: li
     assert asdict(read_long(folder)[0][0])["row"] in data.output
 
 
+@pytest.mark.parametrize("option", [("--gate", "nope.toml"), ("--contexts", "2")])
+def test_options_about_workloads_are_refused_where_there_are_none(
+    tmp_path: Path, here: list[LongUnit], option: tuple[str, str]
+) -> None:
+    plan_of(tmp_path)
+    with pytest.raises(
+        ExperimentError, match=rf"holds \[\[long\]\] only, and {option[0]} would do nothing: .*no verdict"
+    ):
+        invoke("run", tmp_path / "far.toml", "--out", tmp_path / "run", *option)
+    assert not here
+    assert not (tmp_path / "run").exists()
+
+
+def test_beside_workloads_the_gate_is_looked_at_before_long_rows_and_is_said_to_judge_those_alone(
+    tmp_path: Path, here: list[LongUnit]
+) -> None:
+    file = write_experiment(tmp_path, save_tiny_model(tmp_path / "model"))
+    file.write_text(file.read_text() + '[[long]]\nrow = "smollm2-135m"\nlengths = ["512"]\n')
+    arguments = ["run", str(file), "--out", str(tmp_path / "run"), "--gate", str(tmp_path / "nope.toml")]
+    ran = CliRunner().invoke(cli, [*arguments, "--contexts", "1"])
+    assert isinstance(ran.exception, KvassayError)
+    assert "nope.toml" in str(ran.exception)
+    assert "--gate and --contexts: of the workloads only; long rows are run whole and have no verdict" in ran.stderr
+    assert not here
+
+
+def test_a_folder_of_long_rows_alone_is_listed_and_what_it_lacks_is_refused_in_one_line(
+    tmp_path: Path, here: list[LongUnit]
+) -> None:
+    run = tmp_path / "runs" / "far"
+    run_long(plan_of(tmp_path), run, Silent())
+    os.utime(run / RESOLVED, (0, 0))
+    line = RunLine(run, "long rows, finished", "smollm2-135m", 3, "1970-01-01T00:00:00+00:00")
+    assert list_runs(tmp_path / "runs") == list_runs(run) == [line]
+    picture = tmp_path / "l.svg"
+    for words in (("--picture", picture), ("--html",), ("--export", "lm-eval", tmp_path / "e"), ("--html", "--json")):
+        with pytest.raises(ExperimentError, match="holds long rows only, which have no page, picture or export"):
+            invoke("show", run, *words)
+    assert not picture.exists()
+    for verb in (("gate", "judge", run), ("compare", run, run)):
+        with pytest.raises(ExperimentError, match="holds long rows only, which have no cells, samples or verdict"):
+            invoke(*verb)
+    for policy in ((), ("--policy", "knorm")):
+        with pytest.raises(ExperimentError, match="holds long rows only, which have no recorded contexts to screen"):
+            invoke("fidelity", run, *policy)
+
+    (run / LONG).unlink()
+    assert list_runs(run) == [replace(line, state="long rows, layers done: 2")]
+    with pytest.raises(ExperimentError, match="holds long rows only, and has not finished; run the same command again"):
+        invoke("show", run)
+
+
+def invoke(*arguments: object) -> None:
+    CliRunner().invoke(cli, [str(argument) for argument in arguments], catch_exceptions=False)
+
+
 @pytest.mark.slow
 def test_a_unit_in_a_process_of_its_own_gives_the_same_rows_and_its_own_peak(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -210,6 +270,8 @@ def test_a_unit_in_a_process_of_its_own_gives_the_same_rows_and_its_own_peak(
     plan = plan_of(tmp_path, layers=1)
     (first, *rest) = run_long(plan, tmp_path / "apart", Silent())
     mine = long_rows(plan, plan.units[0], lambda step: None)
-    timeless = dict.fromkeys(("decide_seconds", "summarize_seconds", "select_seconds", "peak_rss_bytes"), 0)
+    timeless: dict[str, Any] = dict.fromkeys(
+        ("decide_seconds", "summarize_seconds", "select_seconds", "peak_rss_bytes"), 0
+    )
     assert [replace(row, **timeless) for row in (first, *rest)] == [replace(row, **timeless) for row in mine]
     assert 1 << 27 < first.peak_rss_bytes < 1 << 31

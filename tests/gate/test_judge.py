@@ -26,6 +26,7 @@ from tests.gate.made import (
     relabelled,
     with_arm,
 )
+from tests.rows import SILENT
 
 
 def overall(judged: Judged, arm: str = CAND) -> Verdict:
@@ -370,3 +371,35 @@ def test_exploratory_verdicts_say_so() -> None:
     judged = judge(gate(), ARMS, everywhere(), exploratory=True)
     assert all(verdict.exploratory for verdict in judged.verdicts)
     assert replace(overall(judged), exploratory=False).outcome == "promote"
+
+
+def test_a_metric_of_a_text_that_was_not_generated_holds_the_arm() -> None:
+    note = "not measured: nothing was generated (free_tokens = 0)"
+    sets = everywhere(changes=dict.fromkeys(ARMS, SILENT))
+    judged = judge(gate(GATE.replace('"top1"', '"task"')), ARMS, sets)
+    found = part(judged)
+    quality = check(found, "quality task")
+    assert (quality.value, quality.low, quality.high, quality.passed, quality.note) == (None, None, None, None, note)
+    assert quality.threshold == -0.1
+    for name in (f"better than {RANDOM}", "on the front"):
+        assert (check(found, name).passed, check(found, name).note) == (None, note)
+    assert (found.outcome, overall(judged).outcome) == ("hold", "hold")
+    assert found.reason.startswith(f"quality task: {note}")
+    assert overall(judge(gate(), ARMS, sets)).line == "promote", "what was measured is judged as ever"
+
+
+def test_goodput_of_a_text_that_was_not_generated_is_not_decided() -> None:
+    sets = timed(latency=[latency()], changes=dict.fromkeys(ARMS, SILENT))
+    found = check(part(judge(gate(sped("measured", of="goodput")), ARMS, sets)), "goodput gain")
+    assert (found.value, found.passed) == (None, None)
+    assert found.note == "not measured: nothing was generated (free_tokens = 0)"
+
+
+def test_rivals_are_compared_in_a_metric_that_was_measured() -> None:
+    both = GATE.replace(
+        "[[quality]]", '[[quality]]\nmetric = "task"\nmargin = 0.1\nevidence = ["measured"]\n\n[[quality]]'
+    )
+    found = part(judge(gate(both), ARMS, everywhere(changes=dict.fromkeys(ARMS, SILENT))))
+    assert check(found, "quality task").passed is None and check(found, "quality top1").passed is True
+    assert check(found, f"better than {RANDOM}").passed is True
+    assert check(found, f"better than {RANDOM}").unit.startswith("top-1")

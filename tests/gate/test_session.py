@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 
 from kvassay.errors import GateError
+from kvassay.experiment.folder import GATE
 from kvassay.gate import declare as declaring
 from kvassay.gate.chain import LOG
 from kvassay.gate.declare import declare
 from kvassay.gate.session import EXPLORED, judge_run, pin
-from kvassay.gate.standing import GATE
 from kvassay.measure.verdict import VERDICTS, load_judgement
 from kvassay.report.verdicts import verdict_table
 from tests.gate import made

@@ -6,7 +6,7 @@ from kvassay.errors import ExperimentError
 from kvassay.measure.aggregate import aggregate
 from kvassay.measure.metrics import CARDS
 from kvassay.measure.result import BranchResult
-from tests.rows import row
+from tests.rows import SILENT, row
 
 
 def _two_arms() -> list[BranchResult]:
@@ -109,3 +109,19 @@ def test_every_metric_is_a_number_of_the_result_and_says_unit_and_direction() ->
     for name, card in CARDS.items():
         assert isinstance(getattr(row(), name), float | int)
         assert card.unit and card.formula and card.better in ("higher", "lower", "none")
+
+
+@pytest.mark.parametrize("task", [None, 0.0])
+def test_what_was_never_generated_is_no_number(task: float | None) -> None:
+    """Older rows say task 0 and 0 tokens; the teacher-forced numbers are there as ever."""
+    rows = [
+        row(arm, f"t{n}", top1=top1, **{**SILENT, "task": task}) for arm, top1 in (("dense", 1.0), ("fp8", 0.5))
+        for n in range(6)
+    ]  # fmt: skip
+    dense, arm = aggregate(rows).cells
+    there = {"top1", "nll", "kl", "agree"}
+    for numbers in (arm.quality, arm.difference, arm.noise, arm.worst, arm.worst_difference):
+        assert set(numbers) == there
+    assert set(arm.flips) == {"top1"} and arm.flips["top1"].right_to_wrong == 6
+    assert (arm.diverged, dense.diverged) == (None, None)
+    assert (arm.quality["top1"].mean, arm.difference["top1"].mean) == (0.5, -0.5)

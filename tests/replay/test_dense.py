@@ -37,7 +37,8 @@ def test_dense_is_the_recorded_model_the_oracle_and_itself_token_by_token(world:
 @WORLDS
 def test_chunking_of_the_recorder_does_not_matter(world: World, watch: Watch) -> None:
     whole = world.record("one-chunk", sample(world.trace.prefix.tokens, 0), chunk=512)
-    replay_trace(world.loaded, whole, [DENSE], Protocol(free_tokens=0))
+    rows = replay_trace(world.loaded, whole, [DENSE], Protocol(free_tokens=0))
+    assert {(row.task, row.generated_tokens, row.divergence) for row in rows} == {(None, 0, None)}, "none generated"
     for index, branch in enumerate(world.trace.branches):
         recorded = branch.logits[branch.question_tokens - 1 : -1]
         torch.testing.assert_close(watch.logits["dense", index], recorded, rtol=0, atol=1e-3)

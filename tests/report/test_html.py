@@ -117,7 +117,8 @@ def test_an_exploratory_judgement_is_said_before_the_title(tmp_path: Path) -> No
 
 def test_without_a_gate_the_page_says_how_to_declare_one(tmp_path: Path) -> None:
     text = render(make_full_run(tmp_path, judged=False))
-    assert "No gate judged this run" in text and "kvassay gate declare gate.toml" in text
+    assert "No gate judged this run" in text and "for looking, not for choosing" in text
+    assert "kvassay keys gate --example" in text and "kvassay gate declare gate.toml" in text
     assert text.index("No gate judged") < text.index('id="findings"')
 
 

@@ -52,6 +52,8 @@ def test_every_table_has_as_many_cells_as_heads(text: str) -> None:
 def test_without_a_gate_it_says_how_to_declare_one(tmp_path: Path) -> None:
     text = render_markdown(make_run(tmp_path))
     assert text.index("No gate judged this run") < text.index("## Findings")
+    assert "Numbers without a gate declared beforehand are for looking, not for choosing." in text
+    assert "kvassay keys gate --example > gate.toml\n" in text
     assert "kvassay run experiment.toml --gate gate.toml" in text and "The checks found nothing." in text
 
 

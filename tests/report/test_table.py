@@ -6,11 +6,18 @@ from pathlib import Path
 
 from rich.console import Console
 
+from kvassay.experiment.folder import CELLS, SAMPLES
 from kvassay.experiment.listing import list_runs
+from kvassay.experiment.results import Results
+from kvassay.experiment.rows import write_cells, write_samples
+from kvassay.measure.aggregate import aggregate
 from kvassay.measure.checks import Finding
 from kvassay.measure.resample import Estimate
 from kvassay.report import tables, words
+from kvassay.report.html import render
+from kvassay.report.points import axes, points
 from kvassay.report.table import COLUMNS, ReportTable, console_for, runs_table
+from tests.rows import SILENT, row
 from tests.runs import make_run
 
 EXPECTED = """\
@@ -133,3 +140,19 @@ def test_runs_are_listed_with_their_state(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert "tiny-model" in log(runs_table(lines))
     assert log(runs_table([])) == "no run folders here\n"
+
+
+def test_what_was_never_generated_is_a_dash(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    labels, said = {"model": "tiny-model", "trace_set": "kv_short 2k"}, [row("dense", **SILENT), row("fp8", **SILENT)]
+    cells = aggregate(said).cells
+    write_cells([(labels, cells)], tmp_path / CELLS)
+    write_samples([(labels, said)], tmp_path / SAMPLES)
+    results = Results.open(tmp_path)
+    line = next(line for line in log(ReportTable(results)).splitlines() if line.startswith("fp8"))
+    assert line.split()[1:6] == ["1.00", "0.500", "0.000", "-", "-"]
+    assert tables._quality_cells(cells[1])[3:6] == ["-", "-", "-"]
+    assert tables._quality_cells(cells[1])[-2:] == ["-", "-"]
+    shown = points(results, axes(results))
+    assert shown and all(point["metric"] != "task" for point in shown)
+    assert "0/0" not in render(results), "no flips are counted, in the charts' page neither"

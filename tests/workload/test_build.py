@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvassay.errors import WorkloadError
-from kvassay.workload.registry import WORKLOADS, build, names, rebuild
+from kvassay.workload.kv import KvParams
+from kvassay.workload.registry import WORKLOADS, build, check, names, rebuild
 from kvassay.workload.sample import Sample
 
 GENERATED = [name for name in names() if name != "jsonl"]
@@ -210,7 +211,7 @@ def test_haystack_splits_share_no_text(plain: Any) -> None:
         ({"name": "copy", "template": "chat"}, "no chat template"),
         ({"name": "copy", "split": "train"}, "unknown haystack split 'train'"),
         ({"name": "copy", "text_path": "/nowhere.txt"}, "/nowhere.txt: cannot be read"),
-        ({"name": "jsonl"}, "jsonl: path is needed"),
+        ({"name": "jsonl"}, "jsonl: params.path is needed"),
     ],
 )
 def test_refusals_name_what_is_wrong(call: dict[str, Any], message: str, plain: Any) -> None:
@@ -235,3 +236,11 @@ def test_every_entry_has_a_known_scorer_and_a_floor() -> None:
 
     assert {entry.scorer for entry in WORKLOADS.values()} <= set(SCORERS)
     assert set(FLOORS) == set(WORKLOADS)
+
+
+def test_parameters_are_checked_as_build_takes_them() -> None:
+    assert check("kv_short", {"pairs": 4, "template": "chat"}) == KvParams(pairs=4)
+    with pytest.raises(WorkloadError, match="unknown parameter 'seed'"):
+        check("kv_short", {"seed": 1})
+    with pytest.raises(WorkloadError, match="questions=3 must be between 1 and 1"):
+        check("needle_single", {}, 3)

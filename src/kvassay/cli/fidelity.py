@@ -44,7 +44,9 @@ def fidelity(
     from rich.console import Console
 
     from kvassay.experiment.folder import MANIFEST
+    from kvassay.experiment.results import refuse_long_only
 
+    refuse_long_only(trace, "no recorded contexts to screen")
     if (trace / MANIFEST).is_file():
         if policies:
             raise click.UsageError(f"{trace} is a run folder: its own arms are screened, --policy is for a trace")

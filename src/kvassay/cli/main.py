@@ -20,6 +20,7 @@ VERBS = {
     "gate": ("kvassay.cli.gate:gate", "Declare a gate before a run, and judge runs by it."),
     "show": ("kvassay.cli.show:show", "Show the results of a run: table, JSON, HTML or picture."),
     "compare": ("kvassay.cli.compare:compare", "Say what changed between two runs, paired and tested."),
+    "keys": ("kvassay.cli.keys:keys", "Say what a key of the experiment or gate file means."),
     "columns": ("kvassay.cli.columns:columns", "Say what a column of the result files counts."),
     "ls": ("kvassay.cli.ls:ls", "List run folders."),
     "policies": ("kvassay.cli.policies:policies", "List policies and show their cards."),

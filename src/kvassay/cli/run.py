@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from kvassay.experiment.schema import Experiment
 
 
 @click.command("run")
@@ -26,7 +30,7 @@ def run(
     With --contexts a long experiment is run in instalments: a later run with more of them computes those alone.
 
     A [[long]] table replays synthetic rows of a model's layer shape, 128k to 1m tokens, layer by layer in the open
-    loop; no model is needed for it.
+    loop; no model is needed for it. --gate and --contexts are about workloads: long rows have no verdict.
     """
     if exploratory and gate_file is None:
         raise click.UsageError("--exploratory needs --gate")
@@ -36,12 +40,20 @@ def run(
 
     experiment = load_experiment(file)
     if experiment.long:
-        from kvassay.report.long import run_long_and_report
-        from kvassay.report.table import console_for
+        options = [name for name, value in (("--gate", gate_file), ("--contexts", contexts)) if value is not None]
+        _say_or_refuse(experiment, file, options)
 
-        folder = out or RUNS / experiment.experiment.name
-        run_long_and_report(experiment, str(file), file.parent, folder, console_for())
+    def begin(folder: Path) -> None:
+        if gate_file is not None:
+            pin(gate_file, folder, exploratory=exploratory)
+        if experiment.long:
+            from kvassay.report.long import run_long_and_report
+            from kvassay.report.table import console_for
+
+            run_long_and_report(experiment, str(file), file.parent, folder, console_for())
+
     if not experiment.workload:
+        begin(out or RUNS / experiment.experiment.name)
         return
     run_and_report(
         experiment if contexts is None else experiment.first(contexts),
@@ -49,8 +61,23 @@ def run(
         file.parent,
         out,
         jobs,
-        begin=lambda folder: None if gate_file is None else pin(gate_file, folder, exploratory=exploratory),
+        begin=begin,
         judge=lambda results: (
             judge_run(results, gate_file, exploratory=exploratory) if gate_file or pinned(results.path) else None
         ),
     )
+
+
+def _say_or_refuse(experiment: Experiment, file: Path, options: list[str]) -> None:
+    """Options that long rows cannot honour: said where workloads can, an `ExperimentError` where there are none."""
+    from kvassay.errors import ExperimentError
+
+    if not options:
+        return
+    given = " and ".join(options)
+    if not experiment.workload:
+        raise ExperimentError(
+            f"{file}: holds [[long]] only, and {given} would do nothing: long rows have no contexts to count and no "
+            "verdict, and those that may not judge no quality either"
+        )
+    click.echo(f"{given}: of the workloads only; long rows are run whole and have no verdict", err=True)

@@ -22,8 +22,10 @@ import click
 def show(run: Path, as_json: bool, html: bool, picture: Path | None, export: tuple[str, Path] | None) -> None:
     """Show the results of the run folder RUN as a table (or as asked)."""
     from kvassay.experiment.folder import LONG, MANIFEST
-    from kvassay.experiment.results import Results, as_data
+    from kvassay.experiment.results import Results, as_data, refuse_long_only
 
+    if html or picture or export:
+        refuse_long_only(run, "no page, picture or export")
     alone = (run / LONG).is_file() and not (run / MANIFEST).is_file()
     if alone or ((run / LONG).is_file() and not (as_json or html or picture or export)):
         _show_long(run, as_json)

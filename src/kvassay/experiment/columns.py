@@ -20,7 +20,7 @@ from kvassay.measure.latency import LatencyResult
 from kvassay.measure.long import LongRow
 from kvassay.measure.metrics import AMOUNTS, CARDS, QUALITY, RECLAIM_TEXT
 from kvassay.measure.resample import LEVEL, MIN_CLUSTERS
-from kvassay.measure.result import BranchResult, LayerFidelity
+from kvassay.measure.result import FREE_RUNNING, BranchResult, LayerFidelity
 
 SCHEMA_VERSION = 1
 QUESTIONS = "questions that all arms answered"
@@ -119,14 +119,15 @@ def _counts() -> Iterator[tuple[str, Words]]:
     yield "query_aware", words_of(BranchResult, "query_aware")
     yield "samples", Words("questions", how="given", meaning="Questions averaged over: those that every arm answered.")
     yield "contexts", Words("contexts", how="given", meaning="Contexts those questions are asked of; the clusters.")
-    text = "Questions whose generated tokens differ from dense's somewhere."
+    text = "Questions whose generated tokens differ from dense's somewhere; null if nothing was generated."
     yield "diverged", Words("questions", "not divided (of samples)", "lower", "measured", text)
 
 
 def _quality(name: str) -> Iterator[tuple[str, Words]]:
     """The columns of one quality metric, with and without dense taken off."""
     card = CARDS[name]
-    mean = Words(card.unit, _over(name), card.better, card.how, _sentence(card.formula))
+    none = " Null if nothing was generated." if name in FREE_RUNNING else ""
+    mean = Words(card.unit, _over(name), card.better, card.how, _sentence(card.formula) + none)
     yield from _spread(name, mean)
     yield (
         f"{name}_worst",

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from kvassay.measure.latency import LatencyResult
 from kvassay.measure.metrics import CARDS, QUALITY
 from kvassay.measure.multiple import ALPHA, holm, two_sided_p
 from kvassay.measure.resample import Estimate, Floats, Resampling
-from kvassay.measure.result import RECLAIM_MODES, BranchResult
+from kvassay.measure.result import NOT_GENERATED, RECLAIM_MODES, BranchResult, measured
 from kvassay.measure.statistics import Flips, flips
 from kvassay.measure.verdict import load_judgement
 
@@ -171,7 +172,7 @@ def _cells(where: SetKey, before: Questions, after: Questions, metrics: Sequence
             unpaired=(len(mine[arm]) - len(found), len(theirs[arm]) - len(found)),
             identical=bool(found) and all(map(_same, found)),
             contrasts=contrasts.get(arm, ()),
-            flips={name: flips(*_rights(found, name)) for name in FLIPPED} if found else {},
+            flips={name: flips(*_rights(found, name)) for name in _measured(found, FLIPPED)} if found else {},
             amounts=tuple(_amounts(found)) if found else (),
             times=(),
             times_apart=None,
@@ -185,17 +186,25 @@ def _contrasts(shared: Mapping[str, Sequence[Pair]], metrics: Sequence[str]) -> 
         alike.setdefault(tuple(pair.context for pair in found), []).append(arm)
     contrasts: dict[str, tuple[Contrast, ...]] = {}
     for contexts, arms in alike.items():
-        values = np.stack([_values(shared[arm], metrics) for arm in arms])
+        names = _measured([pair for arm in arms for pair in shared[arm]], metrics)
+        if not names:
+            continue
+        values = np.stack([_values(shared[arm], names) for arm in arms])
         off = values[:, :, 1] - values[:, :, 0]  # [arms, questions, metrics]
-        bounds = [CARDS[name].paired_bounds for name in metrics] * len(arms)
+        bounds = [CARDS[name].paired_bounds for name in names] * len(arms)
         columns = off.transpose(1, 0, 2).reshape(len(contexts), -1)
         estimates = iter(Resampling(contexts).estimates(columns, bounds))
         for arm, means in zip(arms, values.mean(axis=1).tolist(), strict=True):
             contrasts[arm] = tuple(
                 Contrast(name, old, new, difference := next(estimates), two_sided_p(difference))
-                for name, old, new in zip(metrics, *means, strict=True)
+                for name, old, new in zip(names, *means, strict=True)
             )
     return contrasts
+
+
+def _measured(shared: Sequence[Pair], names: Sequence[str]) -> tuple[str, ...]:
+    """Those of the metrics that both runs have."""
+    return measured(chain(*_sides(shared)), names)
 
 
 def _values(shared: Sequence[Pair], metrics: Sequence[str]) -> Floats:
@@ -285,6 +294,10 @@ def _notes(before: Questions, after: Questions, cells: Sequence[PairedCell]) -> 
             f"{other} of {len(contexts)} shared contexts were recorded with other bits of K, V or queries: "
             "differences are those of the recording, too"
         )
+    for side, questions in (("A", before), ("B", after)):
+        arms = [rows for found in questions.rows.values() for rows in found.values()]
+        if any(not measured(rows.values(), ("task",)) for rows in arms):
+            yield f"what is generated is not compared: in {side}, {NOT_GENERATED}"
     unpaired = [cell for cell in cells if not cell.questions]
     if unpaired:
         sets = dict.fromkeys(f"{cell.model}, {cell.trace_set}" for cell in unpaired)

@@ -111,9 +111,15 @@ def _footprint(results: Results, found: SetResult, cell: Cell, dense: Cell, mode
         writes=bool(info.approximates) or (mode in WRITING and freed > 0),
         side_fraction=max(cell.amounts["retained_fraction_scope"] - 1, 0.0),
         scan_fraction=cell.amounts["policy_bytes"] / dense.amounts["retained_bytes_scope"],
-        correct=cell.quality["task"].mean,
-        dense_correct=dense.quality["task"].mean,
+        correct=_task(cell),
+        dense_correct=_task(dense),
     )
+
+
+def _task(cell: Cell) -> float | None:
+    """The mean task score; None if nothing was generated."""
+    found = cell.quality.get("task")
+    return None if found is None else found.mean
 
 
 def _can_be_served(info: ArmInfo) -> bool:

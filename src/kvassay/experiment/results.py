@@ -12,7 +12,19 @@ from typing import Any
 from kvassay.errors import ExperimentError
 from kvassay.experiment.arminfo import ArmInfo
 from kvassay.experiment.findings import load_findings
-from kvassay.experiment.folder import CELLS, CHECKS, COST, FIDELITY, LATENCY, MANIFEST, SAMPLES, SPECULATION
+from kvassay.experiment.folder import (
+    CELLS,
+    CHECKS,
+    COST,
+    FIDELITY,
+    LATENCY,
+    LONG,
+    MANIFEST,
+    RESOLVED,
+    SAMPLES,
+    SPECULATION,
+    RunFolder,
+)
 from kvassay.experiment.records import read_records
 from kvassay.experiment.rows import cell_from_row, from_row, read_columns, read_table
 from kvassay.measure.acceptance import AcceptanceResult
@@ -133,6 +145,7 @@ def as_data(results: Results) -> dict[str, Any]:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a run folder; `ExperimentError` if there is none or it is damaged."""
     file = folder / MANIFEST
+    refuse_long_only(folder, "no cells, samples or verdict")
     if not file.is_file():
         what = "no such folder" if not folder.is_dir() else f"no {MANIFEST} in it, so it is not a run folder"
         raise ExperimentError(f"{folder}: {what}")
@@ -143,6 +156,25 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ExperimentError(f"{file}: holds no object")
     return data
+
+
+def holds_long_only(folder: Path) -> bool:
+    """Whether a run folder holds long rows, finished or not, and no run of workloads."""
+    begun = (folder / RESOLVED).is_file() and RunFolder(folder).long_rows.is_dir()
+    return not (folder / MANIFEST).is_file() and (begun or (folder / LONG).is_file())
+
+
+def refuse_long_only(folder: Path, lacking: str) -> None:
+    """`ExperimentError` if a run folder holds long rows only; `lacking` says what those do not have."""
+    if not holds_long_only(folder):
+        return
+    if not (folder / LONG).is_file():
+        raise ExperimentError(
+            f"{folder}: holds long rows only, and has not finished; run the same command again to continue it"
+        )
+    raise ExperimentError(
+        f"{folder}: holds long rows only, which have {lacking}; kvassay show (--json) prints what they have"
+    )
 
 
 def dump_manifest(manifest: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from kvassay.experiment.records import arrow_type, first_line
 from kvassay.measure.aggregate import FLIPPED, Cell
 from kvassay.measure.metrics import AMOUNTS, CARDS, QUALITY, STATES
 from kvassay.measure.resample import Bounds, Estimate
-from kvassay.measure.result import RECLAIM_MODES, BranchResult
+from kvassay.measure.result import FREE_RUNNING, RECLAIM_MODES, BranchResult
 from kvassay.measure.statistics import Flips
 
 FREED = "blocks_freed"
@@ -122,8 +122,8 @@ def cell_to_row(cell: Cell) -> dict[str, Any]:
         name: getattr(cell, name) for name in ("arm", "workload", "query_aware", "samples", "contexts", "diverged")
     }
     for name in QUALITY:
-        row |= _spread(name, cell.quality[name])
-        row[f"{name}_worst"] = cell.worst[name]
+        row |= _spread(name, cell.quality.get(name))
+        row[f"{name}_worst"] = cell.worst.get(name)
         row |= _spread(f"{name}_diff", cell.difference.get(name))
         row[f"{name}_diff_worst"] = cell.worst_difference.get(name)
         row[f"{name}_noise"] = cell.noise.get(name)
@@ -139,19 +139,22 @@ def cell_to_row(cell: Cell) -> dict[str, Any]:
 def cell_from_row(row: Mapping[str, Any]) -> Cell:
     """The cell that `cell_to_row` flattened; KeyError for a row of another version."""
     compared = row["nll_diff"] is not None
+    silent = not row["generated_tokens"]  # 0 in older runs
+    names = [name for name in QUALITY if not (silent and name in FREE_RUNNING)]
+    flipped = [name for name in FLIPPED if not (silent and name in FREE_RUNNING)]
     return Cell(
         arm=row["arm"],
         workload=row["workload"],
         query_aware=row["query_aware"],
         samples=row["samples"],
         contexts=row["contexts"],
-        quality={name: _gather(name, row, CARDS[name].bounds) for name in QUALITY},
-        difference={n: _gather(f"{n}_diff", row, CARDS[n].paired_bounds) for n in QUALITY} if compared else {},
-        noise={name: row[f"{name}_noise"] for name in QUALITY} if compared else {},
-        worst={name: row[f"{name}_worst"] for name in QUALITY},
-        worst_difference={name: row[f"{name}_diff_worst"] for name in QUALITY} if compared else {},
-        flips={name: _flips(name, row) for name in FLIPPED} if compared else {},
-        diverged=row["diverged"],
+        quality={name: _gather(name, row, CARDS[name].bounds) for name in names},
+        difference={n: _gather(f"{n}_diff", row, CARDS[n].paired_bounds) for n in names} if compared else {},
+        noise={name: row[f"{name}_noise"] for name in names} if compared else {},
+        worst={name: row[f"{name}_worst"] for name in names},
+        worst_difference={name: row[f"{name}_diff_worst"] for name in names} if compared else {},
+        flips={name: _flips(name, row) for name in flipped} if compared else {},
+        diverged=None if silent else row["diverged"],
         amounts={name: row.get(name, 0.0) if name in STATES else row[name] for name in AMOUNTS},
         peak_bytes=row["peak_bytes"],
         blocks_freed={m: row[f"{FREED}_{m}"] for m in RECLAIM_MODES if row[f"{FREED}_{m}"] is not None},

@@ -17,6 +17,7 @@ from kvassay.measure.equivalence import equivalence, non_inferiority, superiorit
 from kvassay.measure.latency import LatencyResult
 from kvassay.measure.metrics import CARDS
 from kvassay.measure.resample import Estimate
+from kvassay.measure.result import NOT_GENERATED
 from kvassay.measure.statistics import reach
 from kvassay.measure.verdict import Check, Direction
 
@@ -34,10 +35,18 @@ def by_test(p: float | None, alpha: float) -> bool | None:
 def quality_checks(gate: Gate, limit: Quality, cell: Cell, evidence: SetEvidence) -> list[Check]:
     """The loss against dense, and for equivalence the gain too."""
     card = CARDS[limit.metric]
-    found = cell.difference[limit.metric]
+    found = cell.difference.get(limit.metric)
     lower_better = card.better == "lower"
     direction: Direction = "at_most" if lower_better else "at_least"
     worst = limit.margin if lower_better else -limit.margin
+    if found is None:
+        unit = f"{card.unit}, arm minus dense"
+        return [
+            Check(
+                f"quality {limit.metric}", worst, direction, None, None, None, None, "measured",
+                unit=unit, note=NOT_GENERATED,
+            )
+        ]  # fmt: skip
     passed = by_test(non_inferiority(found, limit.margin, card.better), gate.gate.alpha)
     loss = _tested(f"quality {limit.metric}", worst, direction, found, passed, f"{card.unit}, arm minus dense")
     loss = _planned(_quiet(loss, limit, evidence), gate, found)
@@ -142,9 +151,10 @@ def speed_check(limit: Speed, cell: Cell, evidence: SetEvidence) -> Check:
         return found
     where = "" if limit.takes("") else f" on {' or '.join(limit.hardware)}"
     kinds = " or ".join(limit.evidence)
+    silent = limit.of == "goodput" and "task" not in cell.quality
     return Check(
         f"{limit.of} gain", limit.at_least, "at_least", None, None, None, None, limit.evidence[0],
-        unit="times dense", note=f"no {kinds} {limit.of}{where}",
+        unit="times dense", note=NOT_GENERATED if silent else f"no {kinds} {limit.of}{where}",
     )  # fmt: skip
 
 
@@ -199,7 +209,7 @@ def _output_factor(limit: Speed, cell: Cell, dense: Cell | None) -> float | None
     """For goodput: the arm's right answers per generated token / dense's, so that longer or wrong outputs cost."""
     if limit.of == "latency":
         return 1.0
-    if dense is None:
+    if dense is None or "task" not in cell.quality:
         return None
     wanted = [each.quality[name].mean for each in (cell, dense) for name in ("task", "generated_tokens")]
     task, tokens, dense_task, dense_tokens = wanted

@@ -10,10 +10,9 @@ import jinja2
 
 from kvassay.errors import GateError
 from kvassay.experiment.arminfo import ArmInfo
-from kvassay.experiment.folder import os_errors
+from kvassay.experiment.folder import GATE, os_errors
 from kvassay.experiment.results import Results
 from kvassay.gate.session import EXPLORED
-from kvassay.gate.standing import GATE
 from kvassay.measure.verdict import Check, Judgement, Verdict
 from kvassay.policy.needs import TABLES, engine_needs
 

@@ -14,6 +14,7 @@ from kvassay.measure.equivalence import superiority
 from kvassay.measure.front import front
 from kvassay.measure.metrics import CARDS
 from kvassay.measure.resample import Estimate
+from kvassay.measure.result import NOT_GENERATED
 from kvassay.measure.verdict import Check
 
 _SAME = 1e-9
@@ -24,8 +25,8 @@ _SAME = 1e-9
 class Axes:
     """What counts as saving for one arm on one trace set, and in which metric it must answer well."""
 
-    metric: str
-    """Of the first `[[quality]]` that holds for the workload."""
+    metric: str | None
+    """Of the first `[[quality]]` that holds for the workload and was measured; None if none was."""
     reductions: tuple[Reduction, ...]
     """Those the arm passes; all of them if it passes none."""
 
@@ -34,7 +35,8 @@ def axes(gate: Gate, cell: Cell, dense: Cell) -> Axes:
     """The axes on which an arm is compared with others."""
     limits = tuple(limit for limit in gate.reduction if limit.about(cell.workload))
     passed = tuple(limit for limit in limits if (saved(limit, cell, dense)[0] or 0.0) >= limit.at_least)
-    metric = next(limit.metric for limit in gate.quality if limit.about(cell.workload))
+    wanted = (limit.metric for limit in gate.quality if limit.about(cell.workload))
+    metric = next((name for name in wanted if name in cell.quality), None)
     return Axes(metric, passed or limits)
 
 
@@ -94,6 +96,8 @@ class Rivalry:
 
     def pairs(self, arm: str) -> list[Pair]:
         """The paired differences that are needed."""
+        if self.axes.metric is None:
+            return []
         return [(arm, other, self.axes.metric) for other in (*self.equal, *self.above)]
 
 
@@ -133,8 +137,10 @@ def on_front(wanted: Axes, cells: Sequence[Cell], dense: Cell) -> frozenset[str]
     return found
 
 
-def _good(cell: Cell, metric: str) -> float:
-    """Quality as a number of which more is better."""
+def _good(cell: Cell, metric: str | None) -> float:
+    """Quality as a number of which more is better; the same for all where it was not measured."""
+    if metric is None:
+        return 0.0
     mean = cell.quality[metric].mean
     return mean if CARDS[metric].better == "higher" else -mean
 
@@ -144,18 +150,21 @@ def rival_checks(gate: Gate, arm: str, rivals: Rivalry, differences: Mapping[Pai
     metric = rivals.axes.metric
     checks = [_unlike(f"better than {policy}", None, "did not run at this budget") for policy in rivals.absent]
     checks += [_unlike(f"better than {label}", True, f"{label} saves less") for label in rivals.beaten]
+    if metric is None:
+        names = [*(f"better than {label}" for label in rivals.equal), "on the front"]
+        return [*checks, *(_unlike(name, None, NOT_GENERATED) for name in names)]
     checks += [lead_check(gate, label, metric, differences[arm, label, metric]) for label in rivals.equal]
-    return [*checks, _front_check(gate, arm, rivals, differences)]
+    return [*checks, _front_check(gate, arm, metric, rivals, differences)]
 
 
 def _unlike(name: str, passed: bool | None, note: str) -> Check:
     return Check(name, None, "at_least", None, None, None, passed, "measured", note=note)
 
 
-def _front_check(gate: Gate, arm: str, rivals: Rivalry, differences: Mapping[Pair, Estimate]) -> Check:
+def _front_check(gate: Gate, arm: str, metric: str, rivals: Rivalry, differences: Mapping[Pair, Estimate]) -> Check:
     """On the front unless a classmate that saves as much answers better beyond chance."""
-    card = CARDS[rivals.axes.metric]
-    behind = {label: differences[arm, label, rivals.axes.metric] for label in rivals.above}
+    card = CARDS[metric]
+    behind = {label: differences[arm, label, metric] for label in rivals.above}
     worse = card.better == "higher"
     for label, found in behind.items():
         flipped = superiority(found, 0.0, "lower" if worse else "higher")

@@ -9,14 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvassay.errors import GateError
-from kvassay.experiment.folder import CELLS, MANIFEST, RunFolder
+from kvassay.experiment.folder import CELLS, GATE, MANIFEST, RunFolder
 from kvassay.experiment.provenance import now
 from kvassay.experiment.results import Results, read_manifest
 from kvassay.gate.chain import LOG, dump
 from kvassay.gate.declare import digest_of
 from kvassay.gate.evidence import gather
 from kvassay.gate.judge import judge
-from kvassay.gate.standing import GATE, Standing, standing
+from kvassay.gate.standing import Standing, standing
 from kvassay.measure.verdict import VERDICTS, Judgement, dump_judgement
 
 EXPLORED = "gate-exploratory.toml"

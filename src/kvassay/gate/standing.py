@@ -8,14 +8,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from kvassay.experiment.folder import RunFolder
+from kvassay.experiment.folder import GATE, RunFolder
 from kvassay.gate.chain import LOG, Entry, verify
 from kvassay.gate.declare import digest_of
 from kvassay.gate.order import git_order
 from kvassay.gate.schema import Gate, load_gate
-
-GATE = "gate.toml"
-"""The gate in a run folder, with a copy of its log (`chain.LOG`) beside it: what the run was started with."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 from kvassay.errors import ExperimentError
 from kvassay.measure.metrics import AMOUNTS, CARDS, QUALITY
 from kvassay.measure.resample import Estimate, Floats, Resampling
-from kvassay.measure.result import RECLAIM_MODES, BranchResult
+from kvassay.measure.result import RECLAIM_MODES, BranchResult, measured
 from kvassay.measure.statistics import Flips, flips, noise, worst_deciles
 
 DENSE = "dense"
@@ -30,7 +31,7 @@ FLIPPED = ("task", "top1")
 FULL_MARKS = 1 - 1e-9
 """From which score on an answer is right: a hair of float noise is not a wrong one."""
 
-_QUALITY, _AMOUNTS = attrgetter(*QUALITY), attrgetter(*AMOUNTS)
+_AMOUNTS = attrgetter(*AMOUNTS)
 
 Key = tuple[str, int]
 """A question: (trace, branch)."""
@@ -47,7 +48,7 @@ class Cell:
     """Questions averaged over: those that every arm answered."""
     contexts: int
     quality: Mapping[str, Estimate]
-    """Mean and interval by metric (`metrics.QUALITY`)."""
+    """Mean and interval by metric (`metrics.QUALITY`), without those that were not measured (`result.measured`)."""
     difference: Mapping[str, Estimate]
     """Arm minus dense, paired by question; empty if there is no dense arm."""
     noise: Mapping[str, float | None]
@@ -57,9 +58,9 @@ class Cell:
     worst_difference: Mapping[str, float]
     """Mean of the tenth of the questions where the arm loses most against dense, by metric."""
     flips: Mapping[str, Flips]
-    """Against dense, for `task` (full score or not) and `top1` (every scored token right or not)."""
-    diverged: int
-    """Questions whose generated tokens differ from dense's somewhere."""
+    """Against dense, for `task` (full score or not; where measured) and `top1` (every scored token right or not)."""
+    diverged: int | None
+    """Questions whose generated tokens differ from dense's somewhere; None if nothing was generated."""
     amounts: Mapping[str, float]
     """Plain means by metric (`metrics.AMOUNTS`)."""
     peak_bytes: float
@@ -110,16 +111,16 @@ def _by_arm(rows: Sequence[BranchResult]) -> dict[str, dict[Key, BranchResult]]:
 
 def _cells(answered: Mapping[str, Sequence[BranchResult]], resampling: Resampling) -> tuple[Cell, ...]:
     """One cell per arm; the means of all arms and metrics are resampled together."""
-    arms = list(answered)
-    values = np.stack([_table(rows) for rows in answered.values()])
-    quality = _estimates(values, arms, resampling, paired=False)
-    worst = _worst(values, arms)
+    arms, names = list(answered), measured(chain(*answered.values()), QUALITY)
+    values = np.stack([_table(rows, names) for rows in answered.values()])
+    quality = _estimates(values, arms, names, resampling, paired=False)
+    worst = _worst(values, arms, names)
     difference: dict[str, dict[str, Estimate]] = {}
     lost: dict[str, dict[str, float]] = {}
     if DENSE in arms:
         differences = values - values[arms.index(DENSE)]
-        difference = _estimates(differences, arms, resampling, paired=True)
-        lost = _worst(differences, arms)
+        difference = _estimates(differences, arms, names, resampling, paired=True)
+        lost = _worst(differences, arms, names)
     again = difference.get(AGAIN, {})
     return tuple(
         _cell(
@@ -135,24 +136,24 @@ def _cells(answered: Mapping[str, Sequence[BranchResult]], resampling: Resamplin
     )
 
 
-def _table(rows: Sequence[BranchResult]) -> Floats:
-    """Quality of one arm, [questions, metrics]."""
-    return np.array([_QUALITY(row) for row in rows], dtype=np.float64)
+def _table(rows: Sequence[BranchResult], names: Sequence[str]) -> Floats:
+    """Quality of one arm in the metrics `names`, [questions, metrics]."""
+    return np.array(list(map(attrgetter(*names), rows)), dtype=np.float64)
 
 
 def _estimates(
-    values: Floats, arms: Sequence[str], resampling: Resampling, *, paired: bool
+    values: Floats, arms: Sequence[str], names: Sequence[str], resampling: Resampling, *, paired: bool
 ) -> dict[str, dict[str, Estimate]]:
     """Estimates by arm and metric from `values` [arms, questions, metrics]."""
-    bounds = [CARDS[name].paired_bounds if paired else CARDS[name].bounds for name in QUALITY]
+    bounds = [CARDS[name].paired_bounds if paired else CARDS[name].bounds for name in names]
     found = iter(resampling.estimates(_columns(values), bounds * len(arms)))
-    return {arm: {name: next(found) for name in QUALITY} for arm in arms}
+    return {arm: {name: next(found) for name in names} for arm in arms}
 
 
-def _worst(values: Floats, arms: Sequence[str]) -> dict[str, dict[str, float]]:
-    directions = [CARDS[name].better for name in QUALITY] * len(arms)
+def _worst(values: Floats, arms: Sequence[str], names: Sequence[str]) -> dict[str, dict[str, float]]:
+    directions = [CARDS[name].better for name in names] * len(arms)
     found = iter(worst_deciles(_columns(values), directions).tolist())
-    return {arm: {name: next(found) for name in QUALITY} for arm in arms}
+    return {arm: {name: next(found) for name in names} for arm in arms}
 
 
 def _columns(values: Floats) -> Floats:
@@ -160,10 +161,10 @@ def _columns(values: Floats) -> Floats:
     return values.transpose(1, 0, 2).reshape(values.shape[1], -1)
 
 
-def _cell(rows: Sequence[BranchResult], dense: Sequence[BranchResult] | None, **measured: Any) -> Cell:
+def _cell(rows: Sequence[BranchResult], dense: Sequence[BranchResult] | None, **numbers: Any) -> Cell:
     flipped: dict[str, Flips] = {}
     if dense is not None:
-        for name in FLIPPED:
+        for name in measured((*dense, *rows), FLIPPED):
             flipped[name] = flips([right(row, name) for row in dense], [right(row, name) for row in rows])
     return Cell(
         arm=rows[0].arm,
@@ -172,7 +173,7 @@ def _cell(rows: Sequence[BranchResult], dense: Sequence[BranchResult] | None, **
         samples=len(rows),
         contexts=len({row.trace for row in rows}),
         flips=flipped,
-        diverged=sum(row.divergence is not None for row in rows),
+        diverged=sum(row.divergence is not None for row in rows) if "task" in numbers["quality"] else None,
         amounts=dict(zip(AMOUNTS, map(_mean, zip(*map(_AMOUNTS, rows), strict=True)), strict=True)),
         peak_bytes=max(row.peak_bytes for row in rows),
         blocks_freed={
@@ -180,7 +181,7 @@ def _cell(rows: Sequence[BranchResult], dense: Sequence[BranchResult] | None, **
             for mode in RECLAIM_MODES
             if all(mode in row.blocks_freed for row in rows)
         },
-        **measured,
+        **numbers,
     )
 
 

@@ -118,10 +118,9 @@ def no_effect(rows: Rows, cells: Sequence[Cell], facts: SetFacts) -> Iterator[Fi
                 + (" though the bytes reported differ" if differ else " and the same bytes"),
                 tuple(arms),
             )  # fmt: skip
-        elif _flat([by_label[arm] for arm in arms if arm in by_label]):
-            yield Finding(
-                "no_effect", "note", None, f"{what}: {', '.join(FLAT)} differ by less than noise", tuple(arms)
-            )
+        elif _flat(mine := [by_label[arm] for arm in arms if arm in by_label]):
+            names = ", ".join(_flat_metrics(mine))
+            yield Finding("no_effect", "note", None, f"{what}: {names} differ by less than noise", tuple(arms))
 
 
 def _axes(facts: SetFacts) -> Iterator[Axis]:
@@ -146,9 +145,13 @@ def _without(arm: ArmFacts, axis: str) -> str:
     return repr((arm.policy, parameters, budget, arm.own_prefill, arm.label.endswith("'")))
 
 
+def _flat_metrics(cells: Sequence[Cell]) -> list[str]:
+    return [name for name in FLAT if all(name in cell.quality for cell in cells)]
+
+
 def _flat(cells: Sequence[Cell]) -> bool:
-    """Whether, in every metric, the means lie no further apart than the smallest noise of them."""
-    for name in FLAT:
+    """Whether, in every metric that was measured, the means lie no further apart than the smallest noise of them."""
+    for name in _flat_metrics(cells):
         noise = [cell.noise.get(name) for cell in cells]
         means = [cell.difference[name].mean for cell in cells if name in cell.difference]
         known = [n for n in noise if n is not None]

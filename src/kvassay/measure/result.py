@@ -7,10 +7,14 @@ measured unless the field says otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 KEPT_BINS = 64
 """Stretches of the context of which `BranchResult.kept` says how much is held."""
+FREE_RUNNING = ("task", "generated_tokens")
+"""Metrics of the generated text: not measured where nothing was generated."""
+NOT_GENERATED = "not measured: nothing was generated (free_tokens = 0)"
 RECLAIM_MODES = ("whole_block", "per_layer_tables", "per_head_tables", "slot_reuse", "compaction")
 
 
@@ -43,18 +47,19 @@ class BranchResult:
     """Fraction of scored answer tokens where the arm's top-1 token is dense's; higher is better."""
 
     # Free-running: greedy decoding from the question on.
-    task: float
+    task: float | None
     """The workload's score in [0, 1] of the generated text, over the part of the answer that the protocol's
-    `free_tokens` covers; higher is better."""
+    `free_tokens` covers; higher is better. None if nothing was generated."""
     divergence: int | None
-    """First generated token that differs from dense's (or is missing beside it), None if none does."""
+    """First generated token that differs from dense's (or is missing beside it), None if none does or nothing was
+    generated."""
     wrong_step: int | None
     """For answers made of steps (reasoning-shaped workloads): the first step, 0-based, in which the generated
     tokens leave the recorded answer; None if they never do, or the answer has no steps. Higher is better."""
     generated: str
     """The generated text."""
     generated_tokens: int
-    """Tokens of the reply, its end token included."""
+    """Tokens of the reply, its end token included; 0 where the protocol generates none."""
 
     # How much, never one number. Bytes at the layout's kv_dtype; encoded data as really held.
     retained_bytes: float
@@ -108,6 +113,12 @@ class BranchResult:
     """Where in the context what is held lies: for each of `KEPT_BINS` equal stretches of it (one per token, if it has
     fewer), the tokens still held after compressing, in slots or encoded / the stretch's tokens, mean over the KV heads
     of the layers the policy may act on, in [0, 1]. Given with a context's first question, empty with the others."""
+
+
+def measured(rows: Iterable[BranchResult], names: Iterable[str]) -> tuple[str, ...]:
+    """Those of the metrics `names` that all of `rows` have: all, or without those of a text that was not generated."""
+    silent = any(row.generated_tokens == 0 for row in rows)
+    return tuple(name for name in names if not (silent and name in FREE_RUNNING))
 
 
 @dataclass(frozen=True)

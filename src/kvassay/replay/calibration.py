@@ -15,6 +15,7 @@ from torch import Tensor
 from kvassay.cache.data import LayerData
 from kvassay.errors import EvidenceMissing, PolicyError
 from kvassay.layout.model import Layer
+from kvassay.policy.answers import answering
 from kvassay.policy.base import Artefact, Policy
 from kvassay.policy.budget import Protection
 from kvassay.policy.card import Evidence, When
@@ -142,7 +143,8 @@ def fit_offline(
     fits: Fits = {} if kept is None else kept
     for label, policy in offline.items():
         if (label, calibration.digest) not in fits:
-            fits[label, calibration.digest] = policy.fit(TraceCalibration(calibration, policy, model))
+            with answering(policy, "fit"):
+                fits[label, calibration.digest] = policy.fit(TraceCalibration(calibration, policy, model))
     return {label: fits[label, calibration.digest] for label in offline}
 
 

@@ -84,7 +84,7 @@ def branch_result(
         top1=float((best == target).double().mean()),
         kl=0.0 if arm is dense else float(reference.kl(mine, norm).mean()),
         agree=float((best == reference.best).double().mean()),
-        task=score_answer(trace.header.recipe.name, text, branch.answer_text, branch.meta),
+        task=score_answer(trace.header.recipe.name, text, branch.answer_text, branch.meta) if reply else None,
         divergence=_divergence(reply, _reply(dense.generated, tokenizer)[0]),
         wrong_step=_wrong_step(reply, gold, _ints(branch.meta.get("step_ends"))),
         generated=text,

@@ -21,11 +21,15 @@ SEVERITIES: dict[Severity, str] = {
     "note": "explains what might be taken for a fault",
 }
 NO_GATE = (
-    "No gate judged this run, so it has no verdicts: the numbers below are not evidence for or against any arm that "
-    "was chosen after seeing them. To have verdicts, write the thresholds down first (kvassay/gate/gates holds an "
-    "example), declare them, and run with them:"
+    "No gate judged this run, so it has no verdicts. Numbers without a gate declared beforehand are for looking, not "
+    "for choosing. To have verdicts, write the thresholds down first (the first command prints an example to change, "
+    "kvassay keys gate says what every key means), declare them, and run with them:"
 )
-NO_GATE_COMMANDS = ("kvassay gate declare gate.toml", "kvassay run experiment.toml --gate gate.toml")
+NO_GATE_COMMANDS = (
+    "kvassay keys gate --example > gate.toml",
+    "kvassay gate declare gate.toml",
+    "kvassay run experiment.toml --gate gate.toml",
+)
 AFTERWARDS = "kvassay gate RUN --gate gate.toml --exploratory"
 """Judges a run by a gate written after it, and says so."""
 STATES = ("full", "sliding", "latent", "index", "pooled")

@@ -55,7 +55,7 @@ class ArmFlips:
 Key = tuple[str, int]
 """A question: (trace, ordinal)."""
 Texts = dict[Key, tuple[bool, str]]
-"""By question: whether the task was solved, and the text."""
+"""By question: whether the task was solved (no, if nothing was generated), and the text."""
 
 
 def flips_of(results: Results) -> dict[tuple[str, str], list[ArmFlips]]:
@@ -72,7 +72,7 @@ def _texts(results: Results) -> dict[tuple[str, str], dict[str, Texts]]:
     columns = results.columns("model", "trace_set", "arm", "trace", "branch", "task", "generated")
     found: dict[tuple[str, str], dict[str, Texts]] = {}
     for model, label, arm, trace, branch, task, text in zip(*columns.values(), strict=True):
-        found.setdefault((model, label), {}).setdefault(arm, {})[trace, branch] = (task >= FULL_MARKS, text)
+        found.setdefault((model, label), {}).setdefault(arm, {})[trace, branch] = ((task or 0.0) >= FULL_MARKS, text)
     return found
 
 

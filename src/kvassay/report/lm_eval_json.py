@@ -89,8 +89,7 @@ def _file(results: Results, model: str, arm: ArmInfo, sets: list[SetResult]) -> 
 def _numbers(task: str, found: SetResult, cell: Cell) -> dict[str, Any]:
     """A task's metrics. Standard errors are clustered by context; `N/A`, as the harness writes it, where none is."""
     row: dict[str, Any] = {"name": task, "alias": found.label, "sample_len": cell.samples}
-    for name in QUALITY:
-        estimate = cell.quality[name]
+    for name, estimate in cell.quality.items():
         row[f"{name},{FILTER}"] = _finite(estimate.mean)
         row[f"{name}_stderr,{FILTER}"] = "N/A" if estimate.error is None else _finite(estimate.error)
     for name in AMOUNTS:
@@ -107,7 +106,7 @@ def _finite(value: float) -> float | None:
 
 
 def _directions(cell: Cell) -> Iterator[tuple[str, bool | None]]:
-    yield from ((name, DIRECTION[CARDS[name].better]) for name in (*QUALITY, *AMOUNTS))
+    yield from ((name, DIRECTION[CARDS[name].better]) for name in (*cell.quality, *AMOUNTS))
     yield from ((f"{FREED}_{mode}", True) for mode in cell.blocks_freed)
 
 

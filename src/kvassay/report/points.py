@@ -156,6 +156,7 @@ def points(results: Results, shown: Sequence[Axis]) -> list[Row]:
         for found in results.sets
         for metric, on in _fronts(found, results.arms, shown).items()
         for number, cell in enumerate(found.cells)
+        if metric in cell.quality
         for about in [_about(found, cell, results.arms[cell.arm], shown)]
         for quality in [
             _quality(cell, metric)
@@ -227,7 +228,7 @@ def _fronts(
     return {
         metric: {
             key: front({cell.arm: (cost[cell.arm], _sign(metric) * cell.quality[metric].mean)
-                        for cell in runnable if cell.arm in cost})
+                        for cell in runnable if cell.arm in cost and metric in cell.quality})
             for key, cost in costs.items()
         }
         for metric in METRICS

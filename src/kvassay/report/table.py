@@ -56,7 +56,7 @@ COLUMNS = (
     Column(
         "task",
         "0..1",
-        lambda cell: words.number(cell.quality["task"].mean, 2),
+        lambda cell: words.average(cell, "task", 2),
         "the workload's score of the arm's own greedy text, free-running; higher is better",
     ),
     Column(

@@ -89,15 +89,15 @@ def _quality_cells(cell: Cell) -> list[str]:
         words.interval(cell.quality["top1"]),
         words.interval(cell.difference.get("top1")),
         words.number(cell.noise.get("top1")),
-        words.interval(cell.quality["task"]),
+        words.interval(cell.quality.get("task")),
         words.flipped(cell),
         "-" if flipped is None or flipped.p_value is None else f"{flipped.p_value:.3g}",
         words.interval(cell.quality["nll"]),
         words.number(cell.worst["nll"]),
         words.interval(cell.quality["kl"]),
         words.interval(cell.quality["agree"]),
-        words.number(cell.quality["generated_tokens"].mean, 1),
-        f"{cell.diverged}/{cell.samples}",
+        words.average(cell, "generated_tokens", 1),
+        "-" if cell.diverged is None else f"{cell.diverged}/{cell.samples}",
     ]
 
 

@@ -152,6 +152,12 @@ def number(value: float | None, digits: int = 3) -> str:
     return "nan" if math.isnan(value) else f"{value:.{digits}f}"
 
 
+def average(cell: Cell, metric: str, digits: int = 3) -> str:
+    """A cell's mean; `-` if it was not measured."""
+    found = cell.quality.get(metric)
+    return number(None if found is None else found.mean, digits)
+
+
 def spread(estimate: Estimate, digits: int = 2) -> str:
     """Mean and half width of the interval: `0.93 ±0.05`."""
     half = estimate.half_width
