@@ -219,6 +219,8 @@ def test_a_folder_that_cannot_be_made_is_one_line(plan: MAKER, tmp_path: Path) -
 @pytest.fixture
 def started(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start `kvassay run` of the tiny experiment into a folder, in a process of its own."""
+    # A background job of a shell ignores the signal, and so would its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     processes: list[subprocess.Popen[str]] = []
 
     def start(folder: Path, contexts: int = 4) -> subprocess.Popen[str]:
