@@ -46,7 +46,7 @@ def test_an_evicting_arm_owns_what_it_is_asked_and_an_encoding_arm_a_copy(
     (need,) = memory_plan(made(tmp_path, tiny_model, '["dense", "knorm", "fp8"]'), jobs=3)
     assert (need.weights, need.dense_kv) == (4 * PARAMETERS, CONTEXT * KV)
     assert need.private == CONTEXT * KV + 3 * 256 * KV
-    assert need.workspace == 3 * 64 * 257 * 12 + 4 * 64 * CONTEXT * 8 + ACTIVATIONS + (1 << 30)
+    assert need.workspace == 64 * 257 * (3 * 4 + 28) + 4 * 64 * CONTEXT * 8 + ACTIVATIONS + (1 << 30)
     assert need.total == 3 * (need.weights + need.dense_kv + need.private + need.workspace)
     assert need.line.startswith("memory of cpu, modelled (tiny-llama, kv_short 384")
     assert need.line.endswith(f"x 3 processes = {need.total / 2**30:.2f} GiB of 1024.00 GiB free")

@@ -13,6 +13,7 @@ import pytest
 from kvassay.errors import ExperimentError, PolicyError
 from kvassay.experiment import workers
 from kvassay.experiment.folder import RunFolder
+from kvassay.experiment.memory import memory_plan
 from kvassay.experiment.plan import Plan, make_plan
 from kvassay.experiment.rows import read_results
 from kvassay.experiment.run import run
@@ -123,6 +124,29 @@ def test_jobs_by_cores_memory_and_units(
 ) -> None:
     monkeypatch.setattr(workers.os, "cpu_count", lambda: cores)
     monkeypatch.setattr(workers.psutil, "virtual_memory", lambda: SimpleNamespace(total=gib << 30))
-    monkeypatch.setattr(workers, "_weight_bytes", lambda model: 200 << 20)
+    need = SimpleNamespace(total=(3 << 30) + (400 << 20))
+    monkeypatch.setattr(workers, "memory_plan", lambda plan: [need])
     assert workers.suggested_jobs(plan(contexts)) == jobs
     assert workers.threads_for(jobs) == cores // jobs
+
+
+def test_jobs_are_as_many_as_the_memory_plan_lets_pass(plan: MAKER, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One estimate for both, so that a run is never refused for the number of jobs that it chose itself."""
+    made = plan(8)
+    (one,) = memory_plan(made)
+    monkeypatch.setattr(workers.os, "cpu_count", lambda: 8)
+    for fit in (1, 2, 3):
+        total = int(fit * one.total / 0.8) + 8
+        monkeypatch.setattr(
+            workers.psutil, "virtual_memory", lambda total=total: SimpleNamespace(total=total, available=total)
+        )
+        jobs = workers.suggested_jobs(made)
+        assert jobs == fit
+        assert all(need.total <= total for need in memory_plan(made, jobs))
+
+
+def test_a_model_that_is_not_here_is_taken_for_a_small_one(plan: MAKER, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(workers, "memory_plan", lambda plan: [])
+    monkeypatch.setattr(workers.psutil, "virtual_memory", lambda: SimpleNamespace(total=24 << 30))
+    assert workers.suggested_jobs(plan(8)) == 2

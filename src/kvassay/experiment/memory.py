@@ -36,7 +36,9 @@ COPYING = {Effect.QUANTIZE, Effect.LOW_RANK, Effect.MERGE}
 QUESTION = 256
 """Tokens that a question with its answer is taken to have."""
 SCORED = 64
-"""Answer tokens whose logits are taken to be held at once, per arm: float32, and float64 while they are compared."""
+"""Answer tokens that an arm is taken to give: all arms' logits are held at once, float32; one arm's are compared."""
+COMPARED = 4 * (1 + 3 * 2)
+"""Bytes per logit of the arm compared: itself once more, and three such in float64 (dense's, its own, a product)."""
 LIBRARIES = 1 << 30
 """Bytes that a process takes before it holds anything."""
 FORKS, TIMED_FORKS = 2, 3
@@ -140,7 +142,7 @@ def _needs(plan: Plan, trace_set: TraceSet) -> Iterator[Need]:
     title = f"{short_model(model)}, {trace_set.label}"
     dense, weights = bytes_at(layout, context, HELD).total, weight_bytes(model)
     copies = sum(_owns_a_copy(arm) for arm in plan.arms)
-    logits = len(plan.arms) * SCORED * layout.vocab_size * (ELEMENT + 8)
+    logits = SCORED * layout.vocab_size * (len(plan.arms) * ELEMENT + COMPARED)
     scoring = max(layer.q_heads for layer in layout.layers) * SCORING * context * 2 * ELEMENT
     activations = _activations(layout, plan.options.prefill_chunk)
     asked = len(plan.arms) * bytes_at(layout, QUESTION, HELD).total

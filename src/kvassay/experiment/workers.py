@@ -23,22 +23,22 @@ import psutil
 
 from kvassay.errors import ExperimentError
 from kvassay.experiment.folder import RunFolder
+from kvassay.experiment.memory import memory_plan
 from kvassay.experiment.plan import Plan, Unit, make_plan
 from kvassay.experiment.schema import Experiment
 from kvassay.experiment.unit import Done, Session
-from kvassay.record.models import CATALOGUE, model_dir
 from kvassay.trace.reader import Trace
 
 MOST_JOBS = 8
-BASE_BYTES = 3 << 30
-"""Memory a worker takes beside twice its model's weights: libraries, caches of all arms, logits."""
+UNKNOWN_BYTES = 7 << 30
+"""Memory a worker is taken to need where its model is not here yet: a small one's."""
 
 
 def suggested_jobs(plan: Plan) -> int:
     """As many units at once as cores and memory allow; depends on the plan and the machine, not on what is left."""
     if plan.experiment.experiment.device != "cpu":
         return 1
-    need = BASE_BYTES + 2 * max(_weight_bytes(unit.trace_set.model) for unit in plan.units)
+    need = max((need.total for need in memory_plan(plan)), default=UNKNOWN_BYTES)
     by_memory = int(0.8 * psutil.virtual_memory().total // need)
     return max(1, min(os.cpu_count() or 1, len(plan.units), by_memory, MOST_JOBS))
 
@@ -46,13 +46,6 @@ def suggested_jobs(plan: Plan) -> int:
 def threads_for(jobs: int) -> int:
     """Threads of each of `jobs` workers."""
     return max(1, (os.cpu_count() or 1) // jobs)
-
-
-def _weight_bytes(model: str) -> int:
-    """Bytes of a model's weight files; of a hub id, which may not be here yet, a guess at a small model."""
-    folder = model_dir(model) if model in CATALOGUE else Path(model).expanduser()
-    sizes = [file.stat().st_size for file in folder.glob("*.safetensors")] if folder.is_dir() else []
-    return sum(sizes) or 2 << 30
 
 
 @dataclass(frozen=True)

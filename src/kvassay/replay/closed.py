@@ -188,16 +188,23 @@ class Replay:
         free = [lane.fork() for lane in lanes]
         shown = answer[:-1]
         rest = feed(self.engine, lanes, [shown] * len(lanes), last=len(shown)) if shown else None
-        logits = [f if rest is None else torch.cat([f, rest[row]]) for row, f in enumerate(first)]
         generated = self._generate(free, [f[-1] for f in first], len(answer))
-        answers = [
-            Answer(x, ids, held(lane), lane, arm.freed, arm.blocks, arm.kept if index == 0 else ())
-            for x, ids, lane, arm in zip(logits, generated, lanes, arms, strict=True)
-        ]
+
+        def said(row: int) -> Answer:
+            # One arm's logits at a time: with a large vocabulary all of them once more would be the most memory taken.
+            logits = first[row] if rest is None else torch.cat([first[row], rest[row]])
+            lane, arm = lanes[row], arms[row]
+            return Answer(
+                logits, generated[row], held(lane), lane, arm.freed, arm.blocks, arm.kept if index == 0 else ()
+            )
+
+        dense = dense_row([arm.lane.arm for arm in arms])
+        base = said(dense)
+        answers = (base if row == dense else said(row) for row in range(len(arms)))
+        rows = [branch_result(self.loaded.tokenizer, self.trace, index, branch, answer, one, base) for one in answers]
         for lane in (*lanes, *free):
             lane.free()
-        base = answers[dense_row([arm.lane.arm for arm in arms])]
-        return [branch_result(self.loaded.tokenizer, self.trace, index, branch, answer, one, base) for one in answers]
+        return rows
 
     def forks(self, arms: Sequence[Compressed]) -> list[Lane]:
         """A lane of each compressed context, ready to be asked a question."""
