@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
-
-if TYPE_CHECKING:
-    from kvassay.experiment.schema import Experiment
 
 
 @click.command("run")
@@ -27,21 +23,22 @@ def run(
     reused, so a second run of a finished experiment only prints. With --gate the gate is copied into the run folder
     before anything is computed, and must have been declared by then; a continued run is judged by it again.
 
-    With --contexts a long experiment is run in instalments: a later run with more of them computes those alone.
+    With --contexts a big experiment is run in instalments: a later run with more of them computes those alone.
 
     A [[long]] table replays synthetic rows of a model's layer shape, 128k to 1m tokens, layer by layer in the open
     loop; no model is needed for it. --gate and --contexts are about workloads: long rows have no verdict.
     """
     if exploratory and gate_file is None:
         raise click.UsageError("--exploratory needs --gate")
+    from kvassay.experiment.long import about_workloads
     from kvassay.experiment.schema import load_experiment
     from kvassay.gate.session import judge_run, pin, pinned
     from kvassay.report.session import RUNS, run_and_report
 
     experiment = load_experiment(file)
-    if experiment.long:
-        options = [name for name, value in (("--gate", gate_file), ("--contexts", contexts)) if value is not None]
-        _say_or_refuse(experiment, file, options)
+    options = [name for name, value in (("--gate", gate_file), ("--contexts", contexts)) if value is not None]
+    if experiment.long and options:
+        click.echo(about_workloads(experiment, str(file), options), err=True)
 
     def begin(folder: Path) -> None:
         if gate_file is not None:
@@ -66,18 +63,3 @@ def run(
             judge_run(results, gate_file, exploratory=exploratory) if gate_file or pinned(results.path) else None
         ),
     )
-
-
-def _say_or_refuse(experiment: Experiment, file: Path, options: list[str]) -> None:
-    """Options that long rows cannot honour: said where workloads can, an `ExperimentError` where there are none."""
-    from kvassay.errors import ExperimentError
-
-    if not options:
-        return
-    given = " and ".join(options)
-    if not experiment.workload:
-        raise ExperimentError(
-            f"{file}: holds [[long]] only, and {given} would do nothing: long rows have no contexts to count and no "
-            "verdict, and those that may not judge no quality either"
-        )
-    click.echo(f"{given}: of the workloads only; long rows are run whole and have no verdict", err=True)

@@ -13,9 +13,9 @@ NAMED = 3
 
 
 def replaced_lines(folder: RunFolder, earlier: Mapping[str, Any], plan: Plan) -> list[str]:
-    """One line if the folder's earlier run (its manifest; empty: none) held arms or workloads that this one lacks,
+    """One line for arms or workloads that leave the table, and one where a gate that lies in the folder judges others.
 
-    and one if the arms or workloads are others and a gate lies in the folder: it judges this run too.
+    earlier: manifest of the folder's earlier run; empty if there is none
     """
     if not earlier:
         return []

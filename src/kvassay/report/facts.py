@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import mean
@@ -92,5 +93,4 @@ def _grid(found: SetResult, reported: Mapping[str, list[Mapping[str, float]]]) -
 
 def _method(arm: str) -> str:
     """An arm's label without the twin's mark: what it shares with its twin."""
-    name, _, rest = arm.partition("~")
-    return name + rest.removeprefix("flipped").removeprefix("shuffled").removeprefix("merge-off") if rest else arm
+    return re.sub(r"~[\w-]+", "", arm)
