@@ -9,7 +9,7 @@ acts every n tokens: in one such step). Growth is the exponent of seconds in tok
 seconds below a hundredth are too few to say. Memory is the peak resident size beyond keys, values and recorded
 evidence, at the longest length.
 
-Methods whose work is quadratic are measured at a sixteenth of each length, and their seconds at the longest are
+Methods whose work is quadratic are measured at a sixteenth of each length, and their seconds at every length are
 extrapolated (~) by the growth found; those that score every prompt query are refused above a stated length (x).
 """
 

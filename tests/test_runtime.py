@@ -6,8 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
-from kvassay.runtime import compiled_kernels
+import pytest
+
+from kvassay.runtime import compiled_kernels, peak_rss_bytes
 
 CODE = "import os, kvassay; print(os.environ['NUMBA_CACHE_DIR']); print(os.environ['OMP_WAIT_POLICY'])"
 
@@ -37,3 +40,21 @@ def test_a_change_in_any_kernel_source_is_another_folder(tmp_path: Path) -> None
     assert compiled_kernels(tmp_path) == before
     (kernels / "inner.py").write_text("two")
     assert compiled_kernels(tmp_path) != before
+
+
+def test_the_peak_is_linuxs_own_line_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "VmPeak:\t    9000 kB\nVmHWM:\t    2048 kB\nVmRSS:\t    1024 kB\n"
+    monkeypatch.setattr(Path, "is_file", lambda self: True)
+    monkeypatch.setattr(Path, "read_text", lambda self: text)
+    assert peak_rss_bytes() == 2048 * 1024
+
+
+@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_elsewhere_the_peak_is_that_of_getrusage_in_the_systems_unit(
+    platform: str, unit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=5000))
+    monkeypatch.setattr(Path, "is_file", lambda self: False)
+    monkeypatch.setattr(sys, "platform", platform)
+    assert peak_rss_bytes() == 5000 * unit

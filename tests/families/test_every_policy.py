@@ -10,7 +10,7 @@ import torch
 from kvassay.errors import PolicyError
 from kvassay.replay.applies import not_applicable
 from kvassay.replay.arms import Arm
-from tests.families.test_plain import DENSE
+from tests.families.arms import DENSE
 from tests.replay.test_contract_builtin import NAMES, built_in, half
 from tests.replay.watch import Watch
 from tests.replay.worlds import make

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvassay.cache.edits import Decision, Evict
 from kvassay.errors import PolicyError
 from kvassay.policy.base import Memory, Policy
-from kvassay.policy.budget import Allowance, Budget, Protection
+from kvassay.policy.budget import Allowance, Budget
 from kvassay.policy.card import Card, Effect, Prefill
 from kvassay.policy.indexers import m3_blocks
 from kvassay.policy.registry import make
@@ -30,10 +30,10 @@ from kvassay.replay.protocol import Protocol
 from kvassay.trace.reader import Trace
 from kvassay.trace.verify import verify
 from tests.families import models, rules, world
+from tests.families.arms import DENSE, PROTECTION, dense_is_the_recorded_model, recording_changes_no_bit
 from tests.families.conftest import Recorded
 from tests.families.m3_oracle import M3Oracle, blocks_of
 from tests.families.world import both
-from tests.record.conftest import run_chunks
 from tests.replay.oracle import code
 from tests.replay.plain import top
 from tests.replay.watch import Watch
@@ -42,9 +42,6 @@ from tests.replay.worlds import World
 FAMILY = "minimax_m3"
 SPARSE = [1, 2, 3]
 BLOCK, TOPK, HEADS, INDEX_DIM, ROW = 4, 3, 2, 16, 32
-PROTECTION = Protection(rules.SINK, rules.RECENT)
-DENSE = Arm(make("dense"), None, PROTECTION)
-AGAIN = Arm(make("dense"), None, PROTECTION, again=True)
 KEEP, WINDOW, KERNEL = 24, 4, 3
 EVICT = Arm(make("snapkv", window=WINDOW, kernel=KERNEL), Budget("keep_tokens", KEEP), PROTECTION)
 NORM = Arm(make("knorm"), Budget("keep_tokens", KEEP), PROTECTION)
@@ -60,8 +57,7 @@ def m3(recorded: Recorded) -> World:
 
 class TestRecording:
     def test_changes_no_bit(self, m3: World) -> None:
-        stock = run_chunks(models.build(FAMILY, attention="eager"), world.ids(), world.chunks())
-        assert torch.equal(m3.trace.branches[0].logits, stock[world.CONTEXT :])
+        recording_changes_no_bit(m3, FAMILY)
 
     def test_rows_and_selection_are_the_models_own(self, m3: World) -> None:
         """Against the stock model's cache, and what its indexers return, one pass over all tokens."""
@@ -205,13 +201,7 @@ def by_hand(arm: Arm, this: World) -> M3Oracle:
 
 
 def test_dense_is_the_recorded_model(m3: World, watch: Watch) -> None:
-    rows = watch.run(m3, [DENSE, AGAIN])
-    branch = m3.trace.branches[0]
-    own = branch.logits[branch.question_tokens - 1 : -1]
-    for arm in (DENSE, AGAIN):
-        torch.testing.assert_close(watch.logits[arm.label, 0], own, rtol=0, atol=1e-4)
-    torch.testing.assert_close(watch.logits["dense", 0].double(), M3Oracle(m3).answer(branch), rtol=0, atol=5e-5)
-    assert [row.agree for row in rows] == [1.0, 1.0]
+    dense_is_the_recorded_model(m3, watch, M3Oracle(m3).answer(m3.trace.branches[0]))
 
 
 def test_a_prefill_of_its_own_is_dense_again(m3: World, watch: Watch) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from kvassay.cache.rope import unrotate
-from kvassay.policy.budget import Protection
 from kvassay.policy.card import Prefill
 from kvassay.policy.indexers import dsa_tokens
 from kvassay.policy.registry import make
@@ -25,16 +24,13 @@ from kvassay.trace.fingerprint import compare, fingerprint
 from kvassay.trace.reader import Trace
 from kvassay.trace.render import summary
 from kvassay.trace.verify import verify
-from tests.families import models, rules, world
+from tests.families import models, world
+from tests.families.arms import DENSE, PROTECTION, dense_is_the_recorded_model, recording_changes_no_bit
 from tests.families.conftest import Recorded
 from tests.families.mla_oracle import MlaOracle
 from tests.families.world import both
-from tests.record.conftest import run_chunks
 from tests.replay.watch import Watch
 
-PROTECTION = Protection(rules.SINK, rules.RECENT)
-DENSE = Arm(make("dense"), None, PROTECTION)
-AGAIN = Arm(make("dense"), None, PROTECTION, again=True)
 INDEXED = ["deepseek_v32", "glm_moe_dsa"]
 DIM, ROPE, TOPK, INDEX_DIM = 24, 8, 6, 16
 SELECTORS = {"mistral4": [None] * 4, "deepseek_v32": [0, 1, 2, 3], "glm_moe_dsa": [0, 1, 1, 1]}
@@ -44,8 +40,7 @@ FED = world.QUESTION + world.ANSWER - 1
 class TestRecording:
     @pytest.mark.parametrize("family", models.LATENT)
     def test_changes_no_bit(self, family: str, recorded: Recorded) -> None:
-        stock = run_chunks(models.build(family, attention="eager"), world.ids(), world.chunks())
-        assert torch.equal(recorded(family).trace.branches[0].logits, stock[world.CONTEXT :])
+        recording_changes_no_bit(recorded(family), family)
 
     @pytest.mark.parametrize("family", models.LATENT)
     def test_rows_are_those_of_the_models_cache(self, family: str, recorded: Recorded) -> None:
@@ -125,13 +120,7 @@ class TestRecording:
 @pytest.mark.parametrize("family", models.LATENT)
 def test_dense_is_the_recorded_model(family: str, recorded: Recorded, watch: Watch) -> None:
     this = recorded(family)
-    rows = watch.run(this, [DENSE, AGAIN])
-    branch = this.trace.branches[0]
-    own = branch.logits[branch.question_tokens - 1 : -1]
-    for arm in (DENSE, AGAIN):
-        torch.testing.assert_close(watch.logits[arm.label, 0], own, rtol=0, atol=1e-4)
-    torch.testing.assert_close(watch.logits["dense", 0].double(), MlaOracle(this).answer(branch), rtol=0, atol=5e-5)
-    assert [row.agree for row in rows] == [1.0, 1.0]
+    dense_is_the_recorded_model(this, watch, MlaOracle(this).answer(this.trace.branches[0]))
 
 
 @pytest.mark.parametrize("family", models.LATENT)

@@ -8,20 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvassay.policy.budget import Protection
 from kvassay.policy.indexers import lightning_score
 from kvassay.policy.registry import make
-from kvassay.replay.arms import Arm
 from kvassay.replay.open import covers, open_loop, output_errors
-from tests.families import models, rules
+from tests.families import models
+from tests.families.arms import DENSE
 from tests.families.conftest import Recorded
 from tests.families.mla_oracle import MlaOracle
 from tests.families.test_mla_policies import EVICT, snapkv
 from tests.families.world import both
 from tests.replay.worlds import World
 
-PROTECTION = Protection(rules.SINK, rules.RECENT)
-DENSE = Arm(make("dense"), None, PROTECTION)
 ROW, DIM, TOPK, INDEX_ROW = 32, 24, 6, 16
 
 

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from kvassay.policy.applicability import applicability
-from kvassay.policy.budget import Budget, Protection
+from kvassay.policy.budget import Budget
 from kvassay.policy.registry import make
 from kvassay.replay.applies import not_applicable
 from kvassay.replay.arms import Arm
 from tests.families import models, rules, world
+from tests.families.arms import DENSE, PROTECTION
 from tests.families.conftest import Recorded
 from tests.families.mla_oracle import MlaOracle
 from tests.replay.oracle import code
@@ -23,8 +24,6 @@ from tests.replay.watch import Watch
 from tests.replay.worlds import World
 from tests.replay.worlds import make as make_world
 
-PROTECTION = Protection(rules.SINK, rules.RECENT)
-DENSE = Arm(make("dense"), None, PROTECTION)
 KEEP, WINDOW, KERNEL = 24, 4, 3
 EVICT = Arm(make("snapkv", window=WINDOW, kernel=KERNEL), Budget("keep_tokens", KEEP), PROTECTION)
 SELECT = Arm(make("exact_mass"), Budget("read_tokens", KEEP), PROTECTION)
@@ -39,7 +38,7 @@ def attention(this: World, index: int, t: int) -> Tensor:
     layer, prefix = this.trace.layout.layers[index], this.trace.prefix
     module = this.exact.get_decoder().layers[index].self_attn
     rows = prefix.k(index)[: t + 1, 0].double()
-    # The absorbed query is taken apart again: against the vectors it is what the expanded one is against keys.
+    # Absorbed, a query is against the cached vectors what the expanded one is against keys.
     logits = torch.stack([rows @ q for q in prefix.q(index)[t].double()]) * module.scaling
     chosen = prefix.selection(index)
     if chosen is not None:
@@ -144,7 +143,7 @@ ON_LATENTS = {
     "selkv": BLOCKED,
     "nearest-merge": BLOCKED,
 }
-WHERE_AN_INDEX_SELECTS = dict.fromkeys(("exact_mass", "quest", "locks", "centroid", "m3-exact-mass", "m3-distilled"))
+WHERE_AN_INDEX_SELECTS = ("exact_mass", "quest", "locks", "centroid", "m3-exact-mass", "m3-distilled")
 """All of them redundant."""
 
 

@@ -7,7 +7,7 @@ import torch
 
 from kvassay.cache.ops import group_specs
 from kvassay.errors import PolicyError
-from kvassay.policy.budget import Budget, Protection
+from kvassay.policy.budget import Budget
 from kvassay.policy.registry import make
 from kvassay.replay.applies import not_applicable
 from kvassay.replay.arms import Arm
@@ -15,16 +15,13 @@ from kvassay.replay.lane import scope_of
 from kvassay.replay.open import open_loop, output_errors
 from kvassay.replay.protocol import Protocol
 from tests.families import models, rules, world
+from tests.families.arms import AGAIN, DENSE, PROTECTION, dense_is_the_recorded_model, recording_changes_no_bit
 from tests.families.conftest import Recorded
-from tests.record.conftest import run_chunks
 from tests.replay import plain
 from tests.replay.oracle import Oracle
 from tests.replay.watch import Watch
 from tests.replay.worlds import World
 
-PROTECTION = Protection(rules.SINK, rules.RECENT)
-DENSE = Arm(make("dense"), None, PROTECTION)
-AGAIN = Arm(make("dense"), None, PROTECTION, again=True)
 KEEP, PAGES = 24, 3
 EVICT = Arm(make("snapkv", window=4, kernel=3), Budget("keep_tokens", KEEP), PROTECTION)
 SELECT = Arm(make("exact_mass"), Budget("read_tokens", KEEP), PROTECTION)
@@ -37,22 +34,13 @@ GROWING = [family for family in models.PLAIN if family != WINDOWED]
 
 @pytest.mark.parametrize("family", [*models.PLAIN, *models.WRAPPED])
 def test_recording_changes_no_bit(family: str, recorded: Recorded) -> None:
-    ids = models.token_ids(world.CONTEXT + world.QUESTION + world.ANSWER)
-    chunks = [world.CHUNK, world.CHUNK, world.CONTEXT - 2 * world.CHUNK, world.QUESTION + world.ANSWER]
-    stock = run_chunks(models.build(family, attention="eager"), ids, chunks)
-    assert torch.equal(recorded(family).trace.branches[0].logits, stock[world.CONTEXT :])
+    recording_changes_no_bit(recorded(family), family)
 
 
 @pytest.mark.parametrize("family", [*models.PLAIN, *models.WRAPPED])
 def test_dense_is_the_recorded_model(family: str, recorded: Recorded, watch: Watch) -> None:
     this = recorded(family)
-    rows = watch.run(this, [DENSE, AGAIN])
-    branch = this.trace.branches[0]
-    own = branch.logits[branch.question_tokens - 1 : -1]
-    for arm in (DENSE, AGAIN):
-        torch.testing.assert_close(watch.logits[arm.label, 0], own, rtol=0, atol=1e-4)
-    torch.testing.assert_close(watch.logits["dense", 0].double(), Oracle(this).answer(branch), rtol=0, atol=5e-5)
-    assert [row.agree for row in rows] == [1.0, 1.0]
+    dense_is_the_recorded_model(this, watch, Oracle(this).answer(this.trace.branches[0]))
 
 
 def paged(this: World) -> Arm:

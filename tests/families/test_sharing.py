@@ -12,8 +12,9 @@ from torch import Tensor
 from kvassay.replay.bytes import held
 from kvassay.replay.lane import Lane
 from tests.families import rules
+from tests.families.arms import DENSE
 from tests.families.conftest import Recorded
-from tests.families.test_plain import DENSE, EVICT, KEEP, SELECT
+from tests.families.test_plain import EVICT, KEEP, SELECT
 from tests.replay.oracle import Oracle
 from tests.replay.watch import Watch
 from tests.replay.worlds import World

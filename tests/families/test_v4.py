@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvassay.errors import ExperimentError, IllegalEdit, PolicyError
-from kvassay.policy.budget import Budget, Protection
+from kvassay.policy.budget import Budget
 from kvassay.policy.indexers import v4_entries
 from kvassay.policy.registry import BUILT_IN, make
 from kvassay.record.calling import cache_keyword, new_cache
@@ -21,10 +21,10 @@ from kvassay.replay.open import open_loop, output_errors
 from kvassay.replay.protocol import Protocol
 from kvassay.trace.reader import Trace
 from kvassay.trace.verify import verify
-from tests.families import models, rules, world
+from tests.families import models, world
+from tests.families.arms import AGAIN, DENSE, PROTECTION, dense_is_the_recorded_model, recording_changes_no_bit
 from tests.families.conftest import Recorded
 from tests.families.world import both
-from tests.record.conftest import run_chunks
 from tests.replay.watch import Watch
 from tests.replay.worlds import World
 
@@ -33,9 +33,6 @@ WINDOW, DIM, INDEX_DIM, TOPK = 8, 32, 16, 3
 RATIO = {1: 8, 2: 4, 4: 4, 5: 8}
 """Tokens per entry, of the layers that have any."""
 INDEXED = [2, 4]
-PROTECTION = Protection(rules.SINK, rules.RECENT)
-DENSE = Arm(make("dense"), None, PROTECTION)
-AGAIN = Arm(make("dense"), None, PROTECTION, again=True)
 FED = world.QUESTION + world.ANSWER - 1
 TOKENS = world.CONTEXT + world.QUESTION + world.ANSWER
 
@@ -47,8 +44,7 @@ def v4(recorded: Recorded) -> World:
 
 class TestRecording:
     def test_changes_no_bit(self, v4: World) -> None:
-        stock = run_chunks(models.build(FAMILY, attention="eager"), world.ids(), world.chunks())
-        assert torch.equal(v4.trace.branches[0].logits, stock[world.CONTEXT :])
+        recording_changes_no_bit(v4, FAMILY)
 
     def test_rows_and_selection_are_the_models_own(self, v4: World) -> None:
         """Against the stock model's cache, and what its indexers return, one pass over all tokens."""
@@ -138,15 +134,10 @@ def by_rows(this: World, index: int) -> Tensor:
 
 
 def test_dense_is_the_recorded_model(v4: World, watch: Watch) -> None:
-    rows = watch.run(v4, [DENSE, AGAIN], free=4)
-    branch = v4.trace.branches[0]
-    own = branch.logits[branch.question_tokens - 1 : -1]
     with torch.inference_mode():
         exact = v4.exact(input_ids=torch.tensor([world.ids()]), use_cache=False).logits[0]
-    for arm in (DENSE, AGAIN):
-        torch.testing.assert_close(watch.logits[arm.label, 0], own, rtol=0, atol=1e-4)
-    torch.testing.assert_close(watch.logits["dense", 0].double(), exact[-world.ANSWER - 1 : -1], rtol=0, atol=5e-5)
-    assert [row.agree for row in rows] == [1.0, 1.0] and rows[0].generated == rows[1].generated
+    rows = dense_is_the_recorded_model(v4, watch, exact[-world.ANSWER - 1 : -1], free=4)
+    assert rows[0].generated == rows[1].generated
 
 
 def test_bytes_are_counted_by_what_they_are(v4: World, watch: Watch) -> None:

@@ -19,8 +19,8 @@ class Run:
 
     def __init__(self, keys: Callable[[], Tensor], values: Callable[[], Tensor], tokens: int) -> None:
         self._keys, self._values, self.tokens = keys, values, tokens
-        self.one_side = False
-        """Whether the values are the beginning of the keys (MLA)."""
+        self.v_dim: int | None = None
+        """Set where values are the first so many elements of the keys (MLA)."""
 
     @cached_property
     def k(self) -> Tensor:
@@ -41,8 +41,32 @@ class Run:
     def latent(cls, keys: Callable[[], Tensor], v_dim: int, tokens: int) -> Run:
         """A run whose values are the first `v_dim` elements of its keys."""
         run = cls(keys, lambda: run.k[..., :v_dim], tokens)
-        run.one_side = True
+        run.v_dim = v_dim
         return run
+
+    @classmethod
+    def together(cls, runs: Sequence[Run], join: Callable[[list[Tensor]], Tensor], tokens: int) -> Run:
+        """Runs of a layer as one, joined when somebody looks at it; values that lie in keys are not joined again."""
+
+        def keys() -> Tensor:
+            return join([run.k for run in runs])
+
+        v_dim = runs[0].v_dim
+        if v_dim is not None and all(run.one_side for run in runs):
+            return cls.latent(keys, v_dim, tokens)
+        return cls(keys, lambda: join([run.v for run in runs]), tokens)
+
+    @classmethod
+    def end_to_end(cls, runs: Sequence[Run]) -> Run:
+        """Runs of a layer as one, in their order."""
+        if len(runs) == 1:
+            return runs[0]
+        return cls.together(runs, lambda sides: torch.cat(sides, 1), sum(run.tokens for run in runs))
+
+    @property
+    def one_side(self) -> bool:
+        """Whether the values are the beginning of the keys (MLA)."""
+        return self.v_dim is not None
 
 
 @dataclass(frozen=True)
@@ -72,7 +96,7 @@ class Stored:
     def by_position(self) -> LayerData:
         """The same tokens by ascending position, padding last and as narrow as it can be."""
         if self.encoded is None:  # slots alone come by position
-            run = self.runs[0] if len(self.runs) == 1 else _joined(self.runs)
+            run = Run.end_to_end(self.runs)
             return LayerData(run, self.positions, self.slots, self.bias, inner_bias=self.inner_bias)
         alive = self.alive
         width = int(alive.sum(1).max()) if alive.numel() else 0
@@ -160,14 +184,8 @@ class _Reordered(LayerData):
             return None if x is None else torch.gather(x, 1, order)
 
         self._stored, self._order = stored, order
-        run = Run(
-            lambda: _pick([run.k for run in stored.runs], order),
-            lambda: _pick([run.v for run in stored.runs], order),
-            order.shape[1],
-        )
-        run.one_side = all(one.one_side for one in stored.runs)
         super().__init__(
-            run,
+            Run.together(stored.runs, lambda sides: _pick(sides, order), order.shape[1]),
             torch.gather(stored.positions, 1, order),
             torch.gather(stored.slots, 1, order),
             pick(stored.bias),
@@ -178,14 +196,6 @@ class _Reordered(LayerData):
     def take(self, columns: Tensor) -> tuple[Tensor, Tensor]:
         order, runs = torch.gather(self._order, 1, columns), self._stored.runs
         return _pick([run.k for run in runs], order), _pick([run.v for run in runs], order)
-
-
-def _joined(runs: Sequence[Run]) -> Run:
-    """Runs as one, brought together when somebody looks at it."""
-    tokens = sum(run.tokens for run in runs)
-    one = Run(lambda: torch.cat([run.k for run in runs], 1), lambda: torch.cat([run.v for run in runs], 1), tokens)
-    one.one_side = all(run.one_side for run in runs)
-    return one
 
 
 def to_front(chosen: Tensor) -> Tensor:

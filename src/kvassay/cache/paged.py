@@ -179,7 +179,7 @@ class PagedCache:
         return biases * sum(len(p) for p in self.ledger.live(seq, layer)) if biases else 0
 
     def code_bytes(self, seq: int, layer: int) -> tuple[float, float]:
-        """Bytes that the codes of a layer's keys and of its values hold."""
+        """Bytes that the codes of a layer's keys and of its values hold; a latent's one code is named for both."""
         held = [self.encoded[segment.id] for segment in self.ledger.segments(seq, layer)]
         element = self.layout.element_bytes
         return sum(one.key.size.total(element) for one in held), sum(one.value.size.total(element) for one in held)
@@ -241,21 +241,13 @@ def _side_by_side(arrays: Sequence[Ints]) -> Tensor:
 def _runs(encodings: Sequence[Encoded]) -> Iterator[Run]:
     """Encoded segments as runs; short neighbours, such as the tokens of single steps, are read as one."""
     for short, group in itertools.groupby(encodings, key=lambda one: one.positions.shape[1] < SHORT):
-        members = list(group)
-        yield from map(_run, [members] if short else [[one] for one in members])
+        members = [_run(one) for one in group]
+        yield from [Run.end_to_end(members)] if short else members
 
 
-def _run(encodings: Sequence[Encoded]) -> Run:
-    def joined(sides: Iterator[Tensor]) -> Tensor:
-        first, *more = sides
-        return torch.cat([first, *more], 1) if more else first
-
-    tokens = sum(one.positions.shape[1] for one in encodings)
-    if (v_dim := encodings[0].latent) is not None:
-        return Run.latent(lambda: joined(one.keys() for one in encodings), v_dim, tokens)
-    return Run(
-        lambda: joined(one.keys() for one in encodings), lambda: joined(one.values() for one in encodings), tokens
-    )
+def _run(one: Encoded) -> Run:
+    tokens = one.positions.shape[1]
+    return Run(one.keys, one.values, tokens) if one.latent is None else Run.latent(one.keys, one.latent, tokens)
 
 
 def _at_positions(bias: Tensor, positions: Tensor) -> Tensor:

@@ -30,8 +30,6 @@ PER_PROCESSOR = 4
 """Pieces for each multiprocessor."""
 INTERPRETED_PROCESSORS = 2
 """How many the interpreter pretends to have, so that what is long is cut there too."""
-HEADS = 16
-"""Query heads of a program, `triton_core.ROWS`."""
 WIDEST = 1024
 """Elements of a value row beyond which partial sums no longer fit the registers."""
 K_CHUNK = 128
@@ -173,12 +171,13 @@ class _Launches:
         from kvassay.kernels.triton_slots import attend_slots
 
         keys, values = (_rows(pool, self.place) for pool in (job.keys, job.values))
-        entries, pieces, biases = (_moved(x, self.place) for x in (job.entries(), job.pieces, job.biases()))
+        listed = job.biases()
+        entries, pieces, biases = (_moved(x, self.place) for x in (job.entries(), job.pieces, listed))
         k_dim, v_dim, size = keys.shape[3], values.shape[3], keys.shape[2]
         meta = {
             "SIZE": size,
             "BY_BLOCK": job.unit > 1,
-            "BIASED": len(job.biases()) > 0,
+            "BIASED": len(listed) > 0,
             **self._meta(k_dim, v_dim, 64 if max(k_dim, v_dim) <= 128 else 32),
             "num_warps": WARPS if v_dim <= 256 else MORE_WARPS,
         }
@@ -279,4 +278,6 @@ def _padded(width: int) -> int:
 
 def _programs(group: int) -> int:
     """Programs that share a KV head's query heads."""
-    return -(-group // HEADS)
+    from kvassay.kernels.triton_core import ROWS
+
+    return -(-group // ROWS.value)

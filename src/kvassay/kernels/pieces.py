@@ -28,6 +28,8 @@ ROW, HEAD, LIST, BEGIN, END, BIAS, INNER = range(7)
 where the list's biases begin in `biases` (-1: none)."""
 CODE_BEGIN, CODE_END, CODE_SEEN = 2, 3, 4
 """Columns of a piece of codes beside ROW and HEAD: the segment's rows it covers, row of `seen`."""
+SLOT_FIELDS, CODE_FIELDS = 7, 5
+"""How many columns there are of each."""
 
 
 @dataclass
@@ -48,7 +50,7 @@ class SlotJob:
         """Take one lane's read; its ranges are [queries * kv_heads, columns of a piece]."""
         last = read.last.numpy().astype(np.int64)
         queries, heads = last.shape
-        mine = np.full((queries, heads, 7), -1, dtype=np.int64)
+        mine = np.full((queries, heads, SLOT_FIELDS), -1, dtype=np.int64)
         mine[:, :, ROW] = lane * queries + np.arange(queries)[:, None]
         mine[:, :, HEAD] = np.arange(heads)
         stride = 0 if read.entries.shape[0] == 1 else read.entries.shape[1]
@@ -62,7 +64,7 @@ class SlotJob:
                 self._biased += bias.numel()
         self._entries.append(read.entries.numpy().ravel())
         self._listed += read.entries.numel()
-        self._ranges.append(mine.reshape(-1, 7))
+        self._ranges.append(mine.reshape(-1, SLOT_FIELDS))
 
     def cut(self, length: int) -> None:
         """Cut the ranges into pieces."""
@@ -93,13 +95,13 @@ class CodeJob:
     def cut(self, length: int) -> None:
         """Cut the rows into pieces."""
         heads, rows = self.read.keys.kv_heads, self.read.keys.rows
-        whole = np.zeros((self.queries, heads, 5), dtype=np.int64)
+        whole = np.zeros((self.queries, heads, CODE_FIELDS), dtype=np.int64)
         whole[:, :, ROW] = self.lane * self.queries + np.arange(self.queries)[:, None]
         whole[:, :, HEAD] = np.arange(heads)
         whole[:, :, CODE_END] = rows
         if self.read.seen is not None and self.read.seen.shape[0] > 1:
             whole[:, :, CODE_SEEN] = np.arange(self.queries)[:, None]
-        self.pieces = cut(whole.reshape(-1, 5), CODE_BEGIN, length)
+        self.pieces = cut(whole.reshape(-1, CODE_FIELDS), CODE_BEGIN, length)
 
     def tokens(self) -> int:
         """Tokens read, over all rows and KV heads."""

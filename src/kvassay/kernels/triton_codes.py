@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvassay.kernels import packed as table
 from kvassay.kernels import pieces as columns
 from kvassay.kernels.packed import PackedSide
-from kvassay.kernels.triton_core import NOTHING, ROWS, leave, own_query, shaped, softmax_step
+from kvassay.kernels.triton_core import NOTHING, ROWS, leave, nothing_read, own_query, shaped, softmax_step
 
 PLAIN, FLOAT8, PACKED, LOW_RANK, LISTED = (1 << bit for bit in range(5))
 """What a side holds, as bits of its `kinds`: float32 rows, e4m3, packed codes, coefficients; parts with a list."""
@@ -31,7 +31,7 @@ PART_FIELDS = tl.constexpr(11)
 KIND_ROWS, KIND_FLOAT8, KIND_TOKENS, KIND_CHANNELS = (
     tl.constexpr(kind) for kind in (table.ROWS, table.FLOAT8, table.TOKENS, table.CHANNELS)
 )
-FIELDS = tl.constexpr(5)
+FIELDS = tl.constexpr(columns.CODE_FIELDS)
 ROW, HEAD = tl.constexpr(columns.ROW), tl.constexpr(columns.HEAD)
 BEGIN, END, SEEN = (tl.constexpr(at) for at in (columns.CODE_BEGIN, columns.CODE_END, columns.CODE_SEEN))
 RANKS = tl.constexpr(16)
@@ -215,9 +215,7 @@ def attend_codes(  # pragma: no cover
     piece = tl.program_id(0)
     mine = pieces + piece * FIELDS
     row, head, begin, end = tl.load(mine + ROW), tl.load(mine + HEAD), tl.load(mine + BEGIN), tl.load(mine + END)
-    best = tl.full([ROWS], NOTHING, tl.float32)
-    mass = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, V_WIDTH], tl.float32)
+    best, mass, mixed = nothing_read(V_WIDTH)
     for start in range(begin, end, TILE):
         token = start + tl.arange(0, TILE)
         live = token < end

@@ -38,6 +38,13 @@ def shaped(s, inner, outer, softcap, CAPPED: tl.constexpr):  # pragma: no cover
 
 
 @triton.jit
+def nothing_read(V_WIDTH: tl.constexpr):  # pragma: no cover
+    """Greatest logit and sum of weights [ROWS], and weighted sum of values [ROWS, V_WIDTH], before any token."""
+    best = tl.full([ROWS], NOTHING, tl.float32)
+    return best, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, V_WIDTH], tl.float32)
+
+
+@triton.jit
 def softmax_step(s, top, total):  # pragma: no cover
     """Weights of a tile's logits relative to the greatest so far.
 
@@ -80,12 +87,10 @@ def merge_pieces(  # pragma: no cover
     there = which < group
     element = tl.arange(0, V_WIDTH)
     inside = there[:, None] & (element < v_dim)[None, :]
-    best = tl.full([ROWS], NOTHING, tl.float32)
-    mass = tl.zeros([ROWS], tl.float32)
+    best, mass, mixed = nothing_read(V_WIDTH)
     if SINKS:
         best = tl.load(sinks + head * group + which, mask=there, other=NOTHING)
         mass = tl.where(best == NOTHING, 0.0, 1.0)
-    mixed = tl.zeros([ROWS, V_WIDTH], tl.float32)
     for i in range(tl.load(first + owner), tl.load(first + owner + 1)):
         place = tl.load(pieces + i).to(tl.int64) * group + which
         mine = tl.load(total + place, mask=there, other=0.0)

@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 
 from kvassay.kernels import pieces as columns
-from kvassay.kernels.triton_core import NOTHING, ROWS, leave, own_query, shaped, softmax_step
+from kvassay.kernels.triton_core import NOTHING, ROWS, leave, nothing_read, own_query, shaped, softmax_step
 
-FIELDS = tl.constexpr(7)
+FIELDS = tl.constexpr(columns.SLOT_FIELDS)
 ROW, HEAD, LIST = (tl.constexpr(column) for column in (columns.ROW, columns.HEAD, columns.LIST))
 BEGIN, END = (tl.constexpr(column) for column in (columns.BEGIN, columns.END))
 BIAS, INNER = (tl.constexpr(column) for column in (columns.BIAS, columns.INNER))
@@ -39,9 +39,7 @@ def attend_slots(  # pragma: no cover
     keys += head * key_strides[1]
     values += head * value_strides[1]
     element = tl.arange(0, V_WIDTH)
-    best = tl.full([ROWS], NOTHING, tl.float32)
-    mass = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, V_WIDTH], tl.float32)
+    best, mass, mixed = nothing_read(V_WIDTH)
     for start in range(begin, end, TILE):
         token = start + tl.arange(0, TILE)
         live = token < end

@@ -205,6 +205,11 @@ class Layer:
         raise LayoutError(f"layer {self.index} ({self.kind}) holds no K/V component of its own")
 
     @property
+    def pooled(self) -> Pooled | None:
+        """The layer's compressed entries, None if it keeps none."""
+        return next((part.storage for part in self.components if isinstance(part.storage, Pooled)), None)
+
+    @property
     def index_keys(self) -> IndexKeys | None:
         """The layer's own selection index, None without one."""
         return next((component.index for component in self.components if component.index is not None), None)

@@ -113,9 +113,12 @@ class Capture:
 
     def add_selection(self, layer: Layer, units: Tensor) -> None:
         """Take what an index chose without telling attention: [n, sets, chosen] units by number, -1 for none."""
+        self._stream[layer.index, "selection"] = self._choices(layer, units)
+
+    def _choices(self, layer: Layer, units: Tensor) -> Tensor:
+        """What an index chose for the queries that are kept, as a trace holds it: int32 [queries, sets, k]."""
         assert layer.topk is not None
-        chosen = visible_units(units, self._start, layer.topk)
-        self._stream[layer.index, "selection"] = chosen[self._q_skip :].cpu().contiguous()
+        return visible_units(units, self._start, layer.topk)[self._q_skip :].cpu().contiguous()
 
     def completed(self, ratio: int) -> int:
         """Entries of `ratio` tokens that this pass completes."""
@@ -174,7 +177,9 @@ class Capture:
 
     def _latent_rows(self, module: nn.Module, layer: Layer, query: Tensor, weights: Tensor | None) -> Rows:
         """The cached vectors, the absorbed queries and, from the attention weights if given, the absorbed output."""
-        up = self._up.setdefault(layer.index, up_projection(module, layer))
+        if layer.index not in self._up:
+            self._up[layer.index] = up_projection(module, layer)
+        up = self._up[layer.index]
         new = {
             "latent": self._stored(cached_vectors(self._cache, layer, self._tokens)),
             "q": self._stored(up.absorb(query[0].float().cpu()), self._q_skip),
@@ -202,10 +207,9 @@ class Capture:
                     f"{'any layer' if selector is None else f'layer {selector.index}'}, as the layout says"
                 )
             return {}
-        assert layer.topk is not None and units is not None
+        assert units is not None
         self._chosen[layer.index] = units
-        chosen = visible_units(units, self._start, layer.topk)
-        return {"selection": chosen[self._q_skip :].cpu().contiguous()}
+        return {"selection": self._choices(layer, units)}
 
     def _stored(self, heads_first: Tensor, skip: int = 0) -> Tensor:
         """[heads, n, dim] -> [n - skip, heads, dim] on the CPU in the stored dtype."""

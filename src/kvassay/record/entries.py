@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 
 from kvassay.errors import RecordError
-from kvassay.layout.model import Latent, Layer, Layout, Pooled
+from kvassay.layout.model import Latent, Layer, Layout
 from kvassay.record.calling import decoder_layers
 from kvassay.record.indexers import IndexRows
 
@@ -30,11 +30,6 @@ class Raw(NamedTuple):
     """Entries completed in this pass, [n, dim]; None in a layer without entries."""
 
 
-def pooled_part(layer: Layer) -> Pooled | None:
-    """The layer's compressed entries, None if it keeps none."""
-    return next((part.storage for part in layer.components if isinstance(part.storage, Pooled)), None)
-
-
 def keeps_raw(layer: Layer) -> bool:
     """Whether the layer keeps vectors that are key and value in one, by DeepSeek-V4."""
     storage = layer.components[0].storage if layer.components else None
@@ -46,7 +41,7 @@ def split(layer: Layer, key: Tensor, start: int, tokens: int) -> Raw:
 
     `RecordError` if their number is not that of the layout's window and entries.
     """
-    part, window = pooled_part(layer), layer.window
+    part, window = layer.pooled, layer.window
     assert window is not None
     local = min(start, window - 1) + tokens
     ratio = 0 if part is None else part.ratio
@@ -59,9 +54,9 @@ def split(layer: Layer, key: Tensor, start: int, tokens: int) -> Raw:
 
 def entry_indexers(model: Any, layout: Layout) -> dict[int, Any]:
     """The module that chooses among a layer's entries, by layer that has an index over them."""
-    layers = decoder_layers(model) if any(pooled_part(layer) for layer in layout.layers) else ()
+    layers = decoder_layers(model) if any(layer.pooled for layer in layout.layers) else ()
     attention: dict[int, Any] = {index: layer.self_attn for index, layer in enumerate(layers)}
-    chosen = [layer.index for layer in layout.layers if pooled_part(layer) and layer.index_keys is not None]
+    chosen = [layer.index for layer in layout.layers if layer.pooled and layer.index_keys is not None]
     return {index: attention[index].compressor.indexer for index in chosen}
 
 
@@ -81,7 +76,7 @@ def entry_taps(model: Any, capture: Capture) -> Iterator[None]:
 
 
 def _scored(capture: Capture, layer: Layer) -> Any:
-    part = pooled_part(layer)
+    part = layer.pooled
     assert part is not None
 
     def take(scorer: nn.Module, arguments: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvassay.cache.data import Run, Stored
 from kvassay.layout.model import Layer, Layout
 from kvassay.record.calling import new_cache
-from kvassay.record.entries import entry_indexers, keeps_raw, pooled_part
+from kvassay.record.entries import entry_indexers, keeps_raw
 
 
 def keeps_entries(layout: Layout) -> bool:
@@ -37,7 +37,7 @@ class Compressors:
     def empty(cls, model: Any, layout: Layout) -> Compressors:
         """Before the first token."""
         made = new_cache(model).layers
-        return cls({layer.index: made[layer.index] for layer in layout.layers if pooled_part(layer)})
+        return cls({layer.index: made[layer.index] for layer in layout.layers if layer.pooled})
 
     def fork(self) -> Compressors:
         """The same once more; tensors are shared, for the model replaces and never overwrites them."""
@@ -101,7 +101,7 @@ def beside(
     An entry, key and value in one, is there once its last token has come.
     seen: bool [heads, n, window tokens]; chosen: int64 [n, k] entries by number, -1 for none; None without an index
     """
-    storage, count, width = pooled_part(layer), len(entries), window.positions.shape[1]
+    storage, count, width = layer.pooled, len(entries), window.positions.shape[1]
     if storage is None or count == 0:
         return Beside(window, seen)
     read = torch.arange(count) < (positions[:, None] + 1) // storage.ratio

@@ -20,7 +20,6 @@ from kvassay.errors import LayoutError
 from kvassay.layout.model import IndexKeys, Layout, TopK
 from kvassay.policy.indexers import dsa_tokens, m3_blocks
 from kvassay.policy.readset import ReadSet
-from kvassay.record.entries import pooled_part
 from kvassay.record.indexers import IndexRows, index_rows, indexers_of
 
 
@@ -101,7 +100,7 @@ def scanned_bytes(layout: Layout, index: int, positions: Tensor, alive: Tensor |
 def _elements(layout: Layout, index: int, tokens: Tensor, alive: Tensor | None) -> Tensor:
     """Elements of index keys for the first so many tokens, by number of tokens [n]."""
     layer = layout.layers[index]
-    keys, entries = layer.index_keys, pooled_part(layer)
+    keys, entries = layer.index_keys, layer.pooled
     if keys is None:
         return torch.zeros_like(tokens)
     held = tokens

@@ -11,7 +11,6 @@ from kvassay.cache.data import Stored
 from kvassay.cache.ops import GroupSpec
 from kvassay.cache.paged import PagedCache
 from kvassay.policy.readset import ReadSet
-from kvassay.record.entries import pooled_part
 from kvassay.replay.compressors import Beside, beside
 from kvassay.replay.evidence import recorded_choice
 from kvassay.replay.indexing import Asked
@@ -86,7 +85,7 @@ class Stage:
     def beside(self, data: Stored, seen: Tensor, segment: Segment, positions: Tensor, chosen: ReadSet | None) -> Beside:
         """The window as it is held, and the entries recorded beside it that queries of a segment read."""
         layer = segment.layout.layers[self.layer]
-        if pooled_part(layer) is None:
+        if layer.pooled is None:
             return Beside(data, seen)
         if segment.name not in self._entries:
             parts = [self._context] if segment is self._context else [self._context, segment]

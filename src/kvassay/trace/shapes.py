@@ -30,7 +30,7 @@ SELECTION = "selection"
 """What the model's index chose, int32 [queries, sets, k]."""
 INDEX = ("index_keys", "index_queries", "index_weights")
 """What a selection re-derives from: float32 in every trace, for the choice is between scores that are close."""
-LAYER_TENSORS = (*dict.fromkeys((*CACHED, "q", *INDEX, SELECTION)),)
+LAYER_TENSORS = tuple(dict.fromkeys((*CACHED, "q", *INDEX, SELECTION)))
 """Everything that a layer's shard may hold."""
 
 
