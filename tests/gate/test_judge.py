@@ -26,7 +26,7 @@ from tests.gate.made import (
     relabelled,
     with_arm,
 )
-from tests.rows import SILENT
+from tests.rows import SILENT, row
 
 
 def overall(judged: Judged, arm: str = CAND) -> Verdict:
@@ -268,9 +268,29 @@ def test_sets_without_a_role_or_with_a_visible_question_are_not_judged() -> None
     assert overall(judge(seen, ARMS, sets)).reason.startswith("not run on seen")
 
 
+READ_HALF = '\n[[reduction]]\nof = "read_bytes"\nat_least = 0.5\nevidence = ["measured"]\n'
+DENSE_READ = row("dense").read_bytes
+
+
+def test_traffic_of_the_growing_layers_is_not_drowned_by_the_windows() -> None:
+    """A selector that reads a quarter where it may act, in a model that reads two thirds of its bytes in windows."""
+    there = {label: {"read_bytes_growing": DENSE_READ / 3} for label in ARMS}
+    there[CAND] = {"read_bytes": 0.75 * DENSE_READ, "read_bytes_growing": DENSE_READ / 12}
+    sets = everywhere(blocks={CAND: 0.0}, changes=there)
+    for layers, saved in (("model", 0.25), ("growing", 0.75)):
+        wanted = gate('one_of = "reduction"\n' + GATE + READ_HALF + f'layers = "{layers}"\n')
+        found = check(part(judge(wanted, ARMS, sets)), "read less")
+        assert (found.value, found.passed) == (pytest.approx(saved), saved > 0.5)
+        assert found.unit.startswith("fraction of the growing layers'") is (layers == "growing")
+    nothing_grows = everywhere(changes={label: {"read_bytes_growing": 0.0} for label in ARMS})
+    only = gate(GATE + READ_HALF + 'layers = "growing"\n')
+    found = check(part(judge(only, ARMS, nothing_grows)), "read less")
+    assert (found.value, found.passed, found.note) == (None, None, "no layer grows with the context")
+
+
 def test_one_saving_of_several_may_be_enough() -> None:
-    both = GATE + '\n[[reduction]]\nof = "read_bytes"\nat_least = 0.5\nevidence = ["measured"]\n'
-    sets = everywhere(blocks={CAND: 0.0}, changes={CAND: {"read_fraction": 0.25}})
+    both = GATE + READ_HALF
+    sets = everywhere(blocks={CAND: 0.0}, changes={CAND: {"read_bytes": 0.25 * DENSE_READ}})
     assert overall(judge(gate(both), ARMS, sets)).outcome == "reject"
     one = judge(gate('one_of = "reduction"\n' + both), ARMS, sets)
     assert overall(one).outcome == "promote"

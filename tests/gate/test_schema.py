@@ -69,7 +69,7 @@ MISTAKES = {
     "traffic by reclaiming": (
         '"freed_bytes"',
         '"read_bytes"',
-        "[[reduction]] 1: read_bytes takes neither reclaim nor layers: traffic is of the whole model",
+        "[[reduction]] 1: read_bytes takes no reclaim: what is not read stays where it is",
     ),
     "per cent": ("at_least = 0.5", "at_least = 50", "[[reduction]] 1: at_least: Input should be less than 1, got 50"),
     "unjudged workload": (

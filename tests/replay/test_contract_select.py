@@ -126,3 +126,19 @@ def test_summarising_is_charged_the_keys_it_reads(llama: World, watch: Watch) ->
         kv = layout.layers[0].kv
         keys = blocks * 16 * kv.kv_heads * kv.k_dim * len(layout.layers) * layout.element_bytes
         assert row.policy_bytes == (keys if row.arm == arm.label else 0)
+
+
+def test_what_growing_layers_read_is_told_apart_from_the_windows(gemma: World, watch: Watch) -> None:
+    arm = Arm(make("exact_mass"), Budget("read_tokens", 64), Protection(0, 0))
+    rows = watch.run(gemma, [DENSE, arm])
+    layout, context = gemma.trace.layout, gemma.trace.prefix.tokens
+    for index in range(len(gemma.trace.branches)):
+        dense, mine = (next(r for r in rows if (r.branch, r.arm) == (index, a.label)) for a in (DENSE, arm))
+        seen = mean(range(context + 1, context + 1 + fed(index)))
+        per_token = [layer.kv.elements * layout.element_bytes for layer in layout.layers]
+        windows = sum(min(layer.window, seen) * per_token[layer.index] for layer in layout.layers if layer.window)
+        full = sum(seen * per_token[layer.index] for layer in layout.layers if not layer.window)
+        assert dense.read_bytes_growing == pytest.approx(full)
+        assert dense.read_bytes - dense.read_bytes_growing == pytest.approx(windows)
+        assert mine.read_bytes_growing < dense.read_bytes_growing
+        assert mine.read_bytes - mine.read_bytes_growing == pytest.approx(windows)

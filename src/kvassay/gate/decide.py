@@ -115,10 +115,12 @@ def _planned(check: Check, gate: Gate, found: Estimate) -> Check:
 def saved(limit: Reduction, cell: Cell, dense: Cell) -> tuple[float | None, str]:
     """Fraction of dense's bytes that an arm frees or does not read, and by which way of reclaiming.
 
-    None where nothing can be freed: no layer's cache grows with the context.
+    None where nothing can be saved: no layer's cache grows with the context.
     """
     if limit.of == "read_bytes":
-        return 1 - cell.amounts["read_fraction"], ""
+        name = "read_bytes_growing" if limit.layers == "growing" else "read_bytes"
+        read, all_of_it = cell.amounts[name], dense.amounts[name]
+        return (1 - read / all_of_it if all_of_it else None), ""
     total = cell.amounts["blocks_total"]
     ways = {mode: cell.blocks_freed[mode] for mode in limit.reclaim if mode in cell.blocks_freed}
     if not total or not ways:
@@ -136,8 +138,8 @@ def reduction_check(limit: Reduction, cell: Cell, dense: Cell) -> Check:
     freed = limit.of == "freed_bytes"
     name = f"freed ({' or '.join(limit.reclaim)})" if freed else "read less"
     part = "growing layers'" if limit.layers == "growing" else "whole model's"
-    unit = f"fraction of the {part} dense bytes" if freed else "fraction of dense's bytes per token"
-    note = f"by {way}" if way else "" if value is not None else "no block was counted"
+    unit = f"fraction of the {part} dense bytes{'' if freed else ' per token'}"
+    note = f"by {way}" if way else "" if value is not None else "no layer grows with the context"
     passed = None if value is None else value >= limit.at_least
     return Check(name, limit.at_least, "at_least", value, None, None, passed, "measured", unit=unit, note=note)
 

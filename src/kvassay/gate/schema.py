@@ -214,7 +214,7 @@ class Reduction(Threshold):
     reclaim: Modes = ()
     """For `freed_bytes`: ways of reclaiming that count, the best of them; `kvassay show` explains them."""
     layers: Literal["model", "growing"] = "model"
-    """For `freed_bytes`: of the whole model, or of the layers that no window bounds."""
+    """Of the whole model, or of the layers that no window bounds: those of the others a window has saved already."""
     evidence: Measured
     """Bytes are always measured."""
 
@@ -222,8 +222,8 @@ class Reduction(Threshold):
     def _reclaim(self) -> Reduction:
         if self.of == "freed_bytes" and not self.reclaim:
             raise ValueError('freed_bytes needs reclaim, e.g. reclaim = ["whole_block"]')
-        if self.of == "read_bytes" and (self.reclaim or self.layers != "model"):
-            raise ValueError("read_bytes takes neither reclaim nor layers: traffic is of the whole model")
+        if self.of == "read_bytes" and self.reclaim:
+            raise ValueError("read_bytes takes no reclaim: what is not read stays where it is")
         return self
 
 

@@ -102,6 +102,7 @@ SAMPLE: dict[str, Words] = {
     "blocks_total": Words(),
     "read_bytes": Words(denominator="teacher-forced tokens after the context"),
     "read_fraction": Words(denominator="dense's for the same token"),
+    "read_bytes_growing": Words("bytes per decoded token", "teacher-forced tokens after the context", "lower"),
     "policy_bytes": Words(),
     "artefact_bytes": Words("bytes", better="lower"),
     "index_bytes": Words("bytes", better="lower"),

@@ -132,6 +132,13 @@ _CARDS = (
     ),
     MetricCard("read_bytes", "bytes read", "bytes per token", "lower", "numerator of read, mean over answer tokens"),
     MetricCard(
+        "read_bytes_growing",
+        "bytes read in growing layers",
+        "bytes per token",
+        "lower",
+        "those of the bytes read that are read in layers which no window bounds, mean over answer tokens",
+    ),
+    MetricCard(
         "index_bytes",
         "index keys held",
         "bytes",

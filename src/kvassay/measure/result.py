@@ -89,6 +89,8 @@ class BranchResult:
     data, metadata and scoring scan, bytes."""
     read_fraction: float = 0.0
     """`read_bytes` / dense's for the same token; lower is better."""
+    read_bytes_growing: float = 0.0
+    """Those of `read_bytes` that are read in layers which no window bounds."""
     policy_bytes: float = 0.0
     """Bytes touched once by the policy to score and edit the context (not per token)."""
     artefact_bytes: float = 0.0

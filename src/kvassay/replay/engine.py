@@ -245,7 +245,7 @@ class _Step:
         self._charge_read(lane, layer.index, data, seen, scanned)
         lane.traffic.index += scanned * tokens
         both = beside(layer, data, seen, k[0, 0, tokens:], self.positions[0], self.entries.get(layer.index))
-        lane.traffic.bytes += both.elements * self.cache.layout.element_bytes
+        lane.traffic.charge(layer, both.elements * self.cache.layout.element_bytes)
         return attend(q[0], both.data, both.seen, scale=layer.scale, softcap=layer.softcap, sinks=sinks)[None]
 
     def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
@@ -315,7 +315,7 @@ class _Step:
         """Charge `counts` [queries, kv_heads] tokens read, and what each query's choice scanned."""
         kv = layer.kv
         elements = float(counts.sum()) * kv.row
-        lane.traffic.bytes += elements * self.cache.layout.element_bytes + scanned * len(counts)
+        lane.traffic.charge(layer, elements * self.cache.layout.element_bytes + scanned * len(counts))
         if layer.index in lane.scope:
             lane.traffic.selected += float(counts.double().mean(1).sum()) / lane.readers
 
@@ -325,7 +325,7 @@ class _Step:
         union = seen.view(kv_heads, -1, *seen.shape[1:]).any(1)
         tokens = union.shape[1]
         bytes_read, per_head = read_bytes(self.cache, lane.seq, owner, data, union)
-        lane.traffic.bytes += bytes_read + scanned * tokens
+        lane.traffic.charge(self.cache.layout.layers[owner], bytes_read + scanned * tokens)
         if owner in lane.scope:
             lane.traffic.selected += per_head / lane.readers
 

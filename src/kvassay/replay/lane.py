@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvassay.cache.paged import PagedCache
 from kvassay.errors import IllegalEdit, PolicyError
-from kvassay.layout.model import Layout
+from kvassay.layout.model import Layer, Layout
 from kvassay.policy.acting import may_act, refusal
 from kvassay.policy.base import Memory, Policy, State
 from kvassay.policy.budget import Allowance
@@ -30,6 +30,8 @@ class Traffic:
     tokens: int = 0
     bytes: float = 0.0
     """K, V, encoded data, metadata, side data and scoring scans, at the layout's `kv_dtype`."""
+    growing: float = 0.0
+    """Those of `bytes` that are read in layers which no window bounds."""
     index: float = 0.0
     """Those of `bytes` that are keys of the model's own selection index."""
     selected: float = 0.0
@@ -41,9 +43,20 @@ class Traffic:
         return self.bytes / self.tokens if self.tokens else 0.0
 
     @property
+    def growing_per_token(self) -> float:
+        """Those of them that are read in layers which no window bounds."""
+        return self.growing / self.tokens if self.tokens else 0.0
+
+    @property
     def index_per_token(self) -> float:
         """Those of them that are keys of the model's own selection index."""
         return self.index / self.tokens if self.tokens else 0.0
+
+    def charge(self, layer: Layer, read: float) -> None:
+        """Take bytes read in a layer."""
+        self.bytes += read
+        if layer.window is None:
+            self.growing += read
 
     @property
     def selected_per_token(self) -> float:

@@ -99,6 +99,7 @@ def branch_result(
         blocks_freed=arm.freed,
         read_bytes=traffic.bytes_per_token,
         read_fraction=traffic.bytes_per_token / base.bytes_per_token if base.tokens else 0.0,
+        read_bytes_growing=traffic.growing_per_token,
         policy_bytes=arm.lane.touched,
         artefact_bytes=0.0 if arm.lane.memory.artefact is None else float(arm.lane.memory.artefact.nbytes),
         index_bytes=arm.held.index,
