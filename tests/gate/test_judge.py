@@ -268,6 +268,20 @@ def test_sets_without_a_role_or_with_a_visible_question_are_not_judged() -> None
     assert overall(judge(seen, ARMS, sets)).reason.startswith("not run on seen")
 
 
+def test_what_holds_for_several_trace_sets_is_said_once() -> None:
+    sets = everywhere()
+    everywhere_one = Finding("identical_arms", "note", None, "a and b are one")
+    twice = Finding("no_effect", "note", None, "an axis without any")
+    for number, one in enumerate(sets):
+        found = (everywhere_one, twice) if number < 2 else (everywhere_one,)
+        sets[number] = replace(one, found=replace(one.found, findings=found))
+    first, second = (found.place for found in sets[:2])
+    assert judge(gate(), ARMS, sets).notes == (
+        f"all {len(sets)} trace sets: identical_arms: a and b are one",
+        f"{first}; {second}: no_effect: an axis without any",
+    )
+
+
 READ_HALF = '\n[[reduction]]\nof = "read_bytes"\nat_least = 0.5\nevidence = ["measured"]\n'
 DENSE_READ = row("dense").read_bytes
 

@@ -177,6 +177,17 @@ def test_the_table_shows_each_arm_with_reason_and_scope(tmp_path: Path, file: Pa
     results = write_run(tmp_path / "run", everywhere(blocks={CAND: 6.4}))
     judge_run(results, file, exploratory=True)
     text = shown(results.path)
-    (line,) = [line for line in text.splitlines() if line.startswith(CAND)]
+    line, worst = [line for line in text.splitlines() if line.startswith(CAND)]
+    assert worst.split()[2:] == [
+        "reject",
+        "-0.02",
+        "(tiny,",
+        "needle_multikey",
+        "2k)",
+        "0.05",
+        "(tiny,",
+        "needle_multikey",
+        "2k)",
+    ]
     assert line.split()[2] == "reject" and "0.05, at least 0.5 was asked" in line and "acts on full layers" in line
     assert "no verdict: dense, dense', random keep=0.25" in text

@@ -44,9 +44,8 @@ CHECKS_MADE = (
     Check("quality top1", -0.05, "at_least", -0.375, None, None, False, "measured", unit="fraction"),
     Check("latency", 1.2, "at_least", 1.6, None, None, True, "modelled", hardware="H200", unit="dense / arm"),
 )
-VERDICT = Verdict(
-    "", "", SNAPKV, "reject", "quality top1: -0.375, at least -0.05", "tiny-model; kv_short", False, CHECKS_MADE
-)
+VERDICT = Verdict("", "", SNAPKV, "reject", "quality top1: -0.375, at least -0.05", "tiny-model; kv_short", False)
+PART = replace(VERDICT, trace_set=SET, workload="kv_short", model=MODEL, checks=CHECKS_MADE)
 
 
 def timed(arm: str, attention: float, policy: float) -> LatencyResult:
@@ -106,7 +105,8 @@ def make_full_run(folder: Path, *, judged: bool = True, exploratory: bool = Fals
             judged="2026-01-03T00:00:00+00:00", exploratory=exploratory,
             warning="EXPLORATORY: the gate was written after the cells" if exploratory else "",
             cells_sha256=hashlib.sha256((folder / CELLS).read_bytes()).hexdigest(),
-            verdicts=(replace(VERDICT, exploratory=exploratory),), excluded={"dense": "dense"}, notes=("one note",),
+            verdicts=tuple(replace(one, exploratory=exploratory) for one in (VERDICT, PART)),
+            excluded={"dense": "dense"}, notes=("one note",),
         )  # fmt: skip
         (folder / VERDICTS).write_text(dump_judgement(judgement), encoding="utf-8")
     return Results.open(folder)

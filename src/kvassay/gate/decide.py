@@ -78,7 +78,7 @@ def lead_check(gate: Gate, rival: str, metric: str, found: Estimate) -> Check:
         passed,
         f"{card.title}, {card.unit}, arm minus {rival}",
     )
-    return _planned(check, gate, found)
+    return replace(_planned(check, gate, found), against=rival)
 
 
 def _tested(

@@ -83,20 +83,26 @@ def judge(gate: Gate, arms: Mapping[str, ArmInfo], sets: Sequence[SetEvidence], 
 
 
 def _sets(gate: Gate, sets: Sequence[SetEvidence]) -> tuple[list[SetEvidence], list[str]]:
-    """The trace sets that are judged, and one line for each of the others."""
-    judged, notes = [], []
+    """The trace sets that are judged, and what must be known of any; what holds for several is said once."""
+    judged: list[SetEvidence] = []
+    places: dict[str, list[str]] = {}
     for evidence in sets:
-        notes += [
-            f"{evidence.place}: {item.name}: {item.message}" for item in evidence.found.findings if item.arm is None
-        ]
-        notes += [f"{evidence.place}: left out of the averages: {line}" for line in evidence.found.missing]
+        notes = [f"{item.name}: {item.message}" for item in evidence.found.findings if item.arm is None]
+        notes += [f"left out of the averages: {line}" for line in evidence.found.missing]
         if evidence.found.workload not in gate.workloads:
-            notes.append(f"{evidence.place}: not judged, the gate gives '{evidence.found.workload}' no role")
+            notes.append(f"not judged, the gate gives '{evidence.found.workload}' no role")
         elif evidence.found.query_aware and not gate.gate.query_aware:
-            notes.append(f"{evidence.place}: not judged, the question was visible while compressing")
+            notes.append("not judged, the question was visible while compressing")
         else:
             judged.append(evidence)
-    return judged, notes
+        for note in notes:
+            places.setdefault(note, []).append(evidence.place)
+    return judged, [f"{_places(found, len(sets))}: {note}" for note, found in places.items()]
+
+
+def _places(found: Sequence[str], count: int) -> str:
+    """Trace sets of which the same is said."""
+    return f"all {count} trace sets" if 1 < count == len(found) else "; ".join(found)
 
 
 def _parts(

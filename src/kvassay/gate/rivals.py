@@ -172,7 +172,7 @@ def _front_check(gate: Gate, arm: str, metric: str, rivals: Rivalry, differences
             note = f"off the front: {label} saves as much and answers better"
             return Check(
                 "on the front", 0.0, "at_least" if worse else "at_most", found.mean, found.low, found.high,
-                False, "measured", unit=f"{card.title}, {card.unit}, arm minus {label}", note=note,
+                False, "measured", unit=f"{card.title}, {card.unit}, arm minus {label}", note=note, against=label,
             )  # fmt: skip
     note = f"behind {', '.join(behind)}, within chance" if behind else ""
     return _unlike("on the front", True, note)

@@ -58,6 +58,8 @@ class Check:
     """Why it was not decided, or what the number stands for."""
     decides: bool = True
     """False: shown only, as another threshold is enough."""
+    against: str = ""
+    """Whom the value is measured against, if not dense: a baseline, or arms that save as much."""
 
 
 @dataclass(frozen=True)

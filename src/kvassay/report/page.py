@@ -14,6 +14,7 @@ from kvassay.report.facts import fact_grids
 from kvassay.report.flips import flips_of
 from kvassay.report.layers import layer_grids
 from kvassay.report.verdicts import cautions, gate_line
+from kvassay.report.worst import NOTE, worst_cases
 
 
 def page(results: Results) -> dict[str, Any]:
@@ -55,6 +56,8 @@ def _verdicts(judgement: Judgement) -> dict[str, Any]:
     return {
         "gate": gate_line(judgement),
         "judged": judgement.judged,
+        "worst": worst_cases(judgement),
+        "worst_note": NOTE,
         "lines": [
             {
                 "arm": content.name_of(one),
@@ -64,12 +67,12 @@ def _verdicts(judgement: Judgement) -> dict[str, Any]:
                 "scope": one.scope,
                 "checks": [
                     tables.plain(
-                        "over all trace sets" if part.overall else f"{part.model}, {part.trace_set}: {part.line}",
+                        f"{part.model}, {part.trace_set}: {part.line}",
                         content.CHECK_HEADS,
                         [content.check_line(check) for check in part.checks],
                     )
                     for part in judgement.of(one.arm)
-                    if part.checks
+                    if part.checks and not part.overall
                 ],
             }
             for one in judgement.overall

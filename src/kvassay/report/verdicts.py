@@ -12,6 +12,7 @@ from rich.text import Text
 
 from kvassay.experiment.folder import CELLS
 from kvassay.measure.verdict import OUTCOME_TEXT, Judgement, load_judgement
+from kvassay.report.worst import NOTE, worst_cases
 
 STYLES = {"promote": "bold green", "hold": "yellow", "reject": "red", "suspect": "magenta", "invalid": "bold magenta"}
 
@@ -50,12 +51,24 @@ def _lines(judgement: Judgement, run: Path) -> Iterator[RenderableType]:
         yield Text(f"! {line}", style="bold yellow")
     yield Text(gate_line(judgement), style="bold")
     yield _table(judgement)
+    yield from _worst(judgement)
     for outcome in judgement.count():
         yield Text(f"{outcome}: {OUTCOME_TEXT[outcome]}", style="dim")
     if judgement.excluded:
         yield Text(f"no verdict: {', '.join(judgement.excluded)}", style="dim")
     for note in judgement.notes:
         yield Text(f"note: {note}", style="dim")
+
+
+def _worst(judgement: Judgement) -> Iterator[RenderableType]:
+    """The worst case of each threshold."""
+    found = worst_cases(judgement)
+    if found is not None:
+        yield Text(f"\n{found.title}: {NOTE}", style="bold")
+        table = Table(*(head.name for head in found.heads), box=None, padding=(0, 2, 0, 0))
+        for line in found.lines:
+            table.add_row(*(Text(cell) for cell in line.cells))
+        yield table
 
 
 def _table(judgement: Judgement) -> Table:
