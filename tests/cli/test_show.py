@@ -62,3 +62,20 @@ def test_show_of_something_else(tmp_path: Path) -> None:
     make_run(tmp_path / "half", finished=False)
     with pytest.raises(ExperimentError, match="this run has not finished; run the same command again"):
         invoke("show", tmp_path / "half")
+
+
+def test_exported_results_are_shown_as_the_run_is_and_hold_no_context(tmp_path: Path) -> None:
+    run, there = tmp_path / "run", tmp_path / "shared" / "it"
+    make_run(run)
+    for part in ("traces/t0", "units"):
+        (run / part).mkdir(parents=True)
+        (run / part / "data.parquet").write_bytes(b"much")
+    written = invoke("show", run, "--export", "results", there).split()
+    assert sorted(written) == sorted(str(there / path.name) for path in run.iterdir() if path.is_file())
+    assert sorted(map(str, there.iterdir())) == sorted(written)
+    assert invoke("show", there) == invoke("show", run)
+    assert invoke("show", run, "--export", "results", there).split() == written
+    before = sorted(run.rglob("*"))
+    with pytest.raises(ExperimentError, match="holds a run and its units; choose another folder"):
+        invoke("show", there, "--export", "results", run)
+    assert sorted(run.rglob("*")) == before

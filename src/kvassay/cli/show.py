@@ -15,9 +15,10 @@ import click
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw the run to this .png, .svg or .pdf file.")
 @click.option(
     "--export",
-    type=(click.Choice(["lm-eval"]), click.Path(path_type=Path)),
-    metavar="lm-eval DIR",
-    help="Write lm-evaluation-harness result files below DIR, one per model and arm.",
+    type=(click.Choice(["lm-eval", "results"]), click.Path(path_type=Path)),
+    metavar="lm-eval|results DIR",
+    help="lm-eval: write lm-evaluation-harness result files below DIR, one per model and arm. results: copy the run "
+    "into DIR without its recorded contexts, for others to show, judge and compare.",
 )
 def show(run: Path, as_json: bool, html: bool, picture: Path | None, export: tuple[str, Path] | None) -> None:
     """Show the results of the run folder RUN as a table (or as asked)."""
@@ -43,9 +44,11 @@ def show(run: Path, as_json: bool, html: bool, picture: Path | None, export: tup
 
         click.echo(write_picture(results, picture))
     if export is not None:
+        from kvassay.experiment.publish import export_results
         from kvassay.report.lm_eval_json import write_lm_eval
 
-        for file in write_lm_eval(results, export[1]):
+        kind, folder = export
+        for file in (write_lm_eval if kind == "lm-eval" else export_results)(results, folder):
             click.echo(file)
     if not (as_json or html or picture or export):
         from kvassay.report.acceptance import AcceptanceTable

@@ -80,8 +80,7 @@ class RunFolder:
         Raises `ExperimentError` if another run holds it, or it cannot be written.
         """
         with os_errors(self.path):
-            for folder in (self.path, self.traces, self.units):
-                folder.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
             lock = filelock.FileLock(self.path / ".lock")
             try:
                 lock.acquire(timeout=0)
