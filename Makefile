@@ -1,4 +1,4 @@
-# make setup | demo | study | test | test-slow | test-all | lint | types | check | vs-kvpress | kvpress-parity | locks-parity | lm-eval | gpu-interpreted | browser | vllm | clean
+# make setup | demo | study | study-vllm | test | test-slow | test-all | lint | types | check | vs-kvpress | kvpress-parity | locks-parity | lm-eval | gpu-interpreted | browser | vllm | clean
 # Everything runs in .venv, which is made on first use. PYTHON=... chooses the interpreter (3.11 or later).
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -19,7 +19,7 @@ VLLM_READY := $(VLLM)/.kvassay-ready
 VLLM_CORE_READY := $(VLLM)/core-$(VLLM_CORE)/.kvassay-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo study test test-slow test-all lint types check vs-kvpress locks-parity locks-setup lm-eval lm-eval-setup gpu-setup gpu-interpreted browser vllm vllm-setup clean
+.PHONY: help setup demo study study-vllm test test-slow test-all lint types check vs-kvpress locks-parity locks-setup lm-eval lm-eval-setup gpu-setup gpu-interpreted browser vllm vllm-setup clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,9 +40,15 @@ demo: $(READY) ## Judge a dozen policies on two small real models (fetches them 
 STUDY := studies/01
 study: $(READY) ## The first study, from recording to verdicts (hours; resumable; CONTEXTS=5 for an instalment)
 	$(BIN)/kvassay models fetch --all
+	for recipe in $(STUDY)/recipes/*.json; do $(BIN)/kvassay trace reproduce $$recipe || exit; done
 	for matrix in locks exact transforming free reasoning; do \
 	  $(BIN)/kvassay run $(STUDY)/$$matrix.toml --gate $(STUDY)/gate.toml $(if $(CONTEXTS),--contexts $(CONTEXTS)) \
 	    --out runs/study-01-$$matrix || exit; \
+	done
+
+study-vllm: vllm-setup ## The study's traces through vLLM: the same recipes, the same rows
+	for recipe in $(STUDY)/recipes/*.json; do \
+	  $(VLLM)/bin/kvassay trace reproduce $$recipe --engine vllm || exit; \
 	done
 
 test: $(READY) ## Fast tests: no model is needed

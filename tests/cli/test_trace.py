@@ -108,9 +108,9 @@ def test_reproduce_records_again_and_compares(made: tiny.Made, tmp_path: Path, m
         headers.append(header)
         return Trace.open(tiny.make(out_dir, seed=seed).path)
 
-    recorder = ModuleType("kvassay.record.transformers")
+    recorder = ModuleType("kvassay.record.again")
     recorder.rerecord = rerecord  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "kvassay.record.transformers", recorder)
+    monkeypatch.setitem(sys.modules, "kvassay.record.again", recorder)
 
     recipe = tmp_path / "recipe.json"
     assert run("fingerprint", made.path, "-o", recipe).exit_code == 0

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from kvassay.errors import RecordError
+from kvassay.record.again import rerecord
 from kvassay.record.load import load
 from kvassay.record.options import RecordOptions
-from kvassay.record.transformers import record_sample, rerecord
+from kvassay.record.transformers import record_sample
 from kvassay.trace.reader import Trace
 from kvassay.workload.registry import build
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from kvassay.errors import RecordError, TraceError
+from kvassay.record.again import options_of
 from kvassay.record.calling import cache_keyword, new_cache
 from kvassay.record.options import RecordOptions
-from kvassay.record.transformers import options_of, record_sample
+from kvassay.record.transformers import record_sample
 from kvassay.trace.reader import Trace
 from kvassay.trace.verify import verify
 from kvassay.workload.framing import frame

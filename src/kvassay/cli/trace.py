@@ -89,17 +89,29 @@ def fingerprint(path: Path, output: Path) -> None:
 @click.option("--tolerance", type=click.FloatRange(min=0), help="Allowed part of a tensor's norm.  [default: 0.001]")
 @click.option("--keep", type=folder, help="Keep the new recording here.")
 @click.option("--model", help="Where the model is, if not under the name it was recorded by: a folder, say.")
-def reproduce(source: Path, tolerance: float | None, keep: Path | None, model: str | None) -> None:
+@click.option(
+    "--engine",
+    type=click.Choice(["transformers", "vllm"]),
+    default="transformers",
+    show_default=True,
+    help="What runs the model this time; both recorders must find the same rows.",
+)
+def reproduce(source: Path, tolerance: float | None, keep: Path | None, model: str | None, engine: str) -> None:
     """Record SOURCE (a trace or a recipe file) again, and compare fingerprints."""
     from kvassay.errors import RecordError
-    from kvassay.record.transformers import rerecord
+    from kvassay.record.again import rerecord
     from kvassay.trace.fingerprint import TOLERANCE, compare, load_recipe
     from kvassay.trace.fingerprint import fingerprint as take
 
     header, expected = load_recipe(source)
     limit = TOLERANCE if tolerance is None else tolerance
     with tempfile.TemporaryDirectory(prefix="kvassay-") as scratch:
-        again = rerecord(header, keep if keep is not None else Path(scratch) / "again", model=model)
+        target = keep if keep is not None else Path(scratch) / "again"
+        if engine == "vllm":
+            from kvassay.record.vllm.again import rerecord_in_vllm as record_again
+        else:
+            record_again = rerecord
+        again = record_again(header, target, model=model)
         differences = compare(expected, take(again), limit)
     for line in differences:
         click.echo(line)

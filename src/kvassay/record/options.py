@@ -89,6 +89,11 @@ class RecordOptions:
         )
 
 
+def bucket_size(header: TraceHeader) -> int:
+    """Positions per bucket of the trace's bucket tap; the default if it has none."""
+    return next((tap.size for tap in header.taps if tap.size is not None), BUCKET)
+
+
 def make_header(loaded: LoadedModel, sample: Sample, options: RecordOptions) -> TraceHeader:
     """Return the header of the trace that recording `sample` gives; its shards are filled in by the writer."""
     context = len(sample.context_ids)

@@ -18,19 +18,18 @@ from torch import Tensor
 from kvassay.errors import RecordError
 from kvassay.record.blocks import block_tables
 from kvassay.record.calling import cache_keyword, new_cache
-from kvassay.record.capture import ATTENTION_TAPS, BUCKET, Capture, Rows, recording, refuse_unreplayable
+from kvassay.record.capture import Capture, Rows, recording, refuse_unreplayable
 from kvassay.record.entries import entry_taps
 from kvassay.record.indexers import index_taps
-from kvassay.record.load import LoadedModel, load
-from kvassay.record.options import RecordOptions, make_header
+from kvassay.record.load import LoadedModel
+from kvassay.record.options import RecordOptions, bucket_size, make_header
 from kvassay.record.quiet import quiet_transformers
-from kvassay.record.taps import STREAM_TAPS, stream_taps
+from kvassay.record.taps import stream_taps
 from kvassay.trace.reader import Trace
 from kvassay.trace.schema import PREFIX, TraceHeader, branch_name
 from kvassay.trace.shapes import LAYER_TENSORS
 from kvassay.trace.writer import SegmentWriter, TraceWriter
 from kvassay.workload.framing import frame
-from kvassay.workload.registry import rebuild
 from kvassay.workload.sample import Sample
 
 Progress = Callable[[int, int], None]
@@ -160,57 +159,3 @@ def _check_sample(loaded: LoadedModel, sample: Sample, options: RecordOptions) -
             f"{sample.workload}: the context begins with token {sample.context_ids[0]}, but the tokenizer of "
             f"{loaded.identity.name} begins every text with {list(opening)} and the model needs it"
         )
-
-
-def bucket_size(header: TraceHeader) -> int:
-    """Positions per bucket of the trace's bucket tap; the default if it has none."""
-    return next((tap.size for tap in header.taps if tap.size is not None), BUCKET)
-
-
-def options_of(header: TraceHeader) -> RecordOptions:
-    """Return the options that a trace was recorded with."""
-    kinds = tuple(dict.fromkeys(tap.kind for tap in header.taps))
-    unknown = [kind for kind in kinds if kind not in (*ATTENTION_TAPS, *STREAM_TAPS)]
-    if unknown:
-        raise RecordError(f"the trace holds the tap '{unknown[0]}', which this recorder cannot make")
-    spec = header.logits
-    if spec is None:
-        raise RecordError("the trace holds no logits, so this recorder did not make it")
-    longest = header.prefix.tokens + max((branch.tokens for branch in header.branches), default=0)
-    return RecordOptions(
-        prefill_chunk=header.prefill_chunk,
-        q_tail=header.prefix.tokens - header.q_from,
-        dtype=header.dtype,
-        taps=kinds,  # type: ignore[arg-type]  # narrowed by the check above
-        tap_layers=tuple(dict.fromkeys(tap.layer for tap in header.taps)) or None,
-        bucket=bucket_size(header),
-        logits=spec.kind,
-        logits_k=spec.k or RecordOptions.logits_k,
-        allow_beyond_native=longest > header.layout.native_context,
-    )
-
-
-def rerecord(
-    header: TraceHeader, out_dir: str | Path, *, model: str | Path | None = None, device: str = "cpu"
-) -> Trace:
-    """Record the trace that `header` describes again, from its recipe, into `out_dir`.
-
-    `model` says where the model is if not under the header's name (a local folder). Raises `RecordError` if
-    the model or the text that can be had now is not the one of the header, or the text has no recipe.
-    """
-    recipe = header.recipe
-    if header.versions.vllm is not None:
-        raise RecordError(
-            f"the trace was recorded in vLLM {header.versions.vllm}, whose block tables this recorder cannot make "
-            "again; record it with `kvassay record --engine vllm`"
-        )
-    if not recipe.params:
-        raise RecordError(f"the trace of '{recipe.name}' holds no recipe: its text was not made by a workload")
-    loaded = load(header.model.name if model is None else model, device=device)
-    for what in ("weights_sha256", "tokenizer_sha256"):
-        now, then = getattr(loaded.identity, what), getattr(header.model, what)
-        if now != then:
-            raise RecordError(f"{header.model.name}: {what} is now {now}, the trace was made with {then}")
-    own = recipe.model_dump(include={"length", "seed", "index", "query_aware"})
-    sample = rebuild({"workload": recipe.name, **own, **recipe.params}, loaded.tokenizer)
-    return record_sample(loaded, sample, out_dir, options_of(header))

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from kvassay.errors import RecordError
+from kvassay.record.again import rerecord
 from kvassay.record.load import LoadedModel, describe, load
 from kvassay.record.options import RecordOptions
-from kvassay.record.transformers import record_sample, rerecord
+from kvassay.record.transformers import record_sample
 from kvassay.record.vllm.capture import Capture, CapturedGroup, Head, Step
 from kvassay.record.vllm.served import served_traces
 from kvassay.replay.open import output_errors

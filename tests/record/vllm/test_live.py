@@ -19,8 +19,10 @@ from kvassay.record.options import RecordOptions
 from kvassay.record.transformers import record_sample
 from kvassay.replay.open import output_errors
 from kvassay.trace.events import EventKind
+from kvassay.trace.fingerprint import save_recipe
 from kvassay.trace.reader import Branch, Trace
 from kvassay.trace.verify import verify
+from kvassay.workload.registry import build
 from kvassay.workload.sample import Branch as Asked
 from kvassay.workload.sample import Sample
 
@@ -228,3 +230,14 @@ def test_a_compiled_engine_does_not_start(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "recording needs enforce_eager=True" in done.stderr + done.stdout
     assert not (tmp_path / "capture").exists()
+
+
+@pytest.mark.parametrize("model", ["smollm2-135m", "gemma-3-270m"])
+def test_a_recipe_recorded_by_transformers_is_reproduced_in_vllm(model: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.json"
+    fetch(model)
+    loaded = load(model)
+    sample = build("kv_short", loaded.tokenizer, 700, seed=3, index=1, questions=2)
+    save_recipe(record_sample(loaded, sample, tmp_path / "first"), recipe)
+    printed = run("-m", "kvassay", "trace", "reproduce", str(recipe), "--engine", "vllm")
+    assert printed.splitlines()[-1] == f"{recipe}: reproduced within 0.001"
