@@ -30,10 +30,25 @@ def test_it_records_count_contexts_and_prints_their_folders(model: str, tmp_path
     for trace in traces:
         assert (trace.prefix.tokens, len(trace.branches), trace.header.q_from) == (1536, 1, 1531)
         assert len(trace.header.taps) == len(trace.layout.layers)
-    again = CliRunner().invoke(record, arguments)
-    assert isinstance(again.exception, RecordError)
-    assert "exists already; pass --overwrite" in str(again.exception)
+
+
+def test_an_interrupted_recording_is_continued_by_the_same_command(model: str, tmp_path: Path) -> None:
+    arguments = [model, "--workload", "kv_short", "--context", "1.5k", "--out", str(tmp_path)]
+    first = CliRunner().invoke(record, arguments).stdout.splitlines()
+    made = Trace.open(first[0]).header.created
+    both = CliRunner().invoke(record, [*arguments, "--count", "2"])
+    assert both.exit_code == 0, both.output
+    assert both.stdout.splitlines() == [first[0], first[0].replace("000", "001")]
+    assert f"{first[0]}: holds this recording already" in both.stderr
+    assert Trace.open(first[0]).header.created == made
+    other = CliRunner().invoke(record, [*arguments, "--q-tail", "5", "--param", "questions=1"])
+    assert isinstance(other.exception, RecordError)
+    assert str(other.exception) == (
+        f"{first[0]}: holds another recording, which differs in recipe, q_from, branches; pass --overwrite or another "
+        "--out"
+    )
     assert CliRunner().invoke(record, [*arguments, "--overwrite"]).exit_code == 0
+    assert Trace.open(first[0]).header.created > made
 
 
 def test_wrong_input_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:

@@ -104,14 +104,16 @@ def record(
 ) -> None:
     """Record COUNT contexts of a workload, with their questions, under MODEL.
 
-    MODEL is an embedded model, a folder or a Hugging Face id. Prints one trace folder per line.
+    MODEL is an embedded model, a folder or a Hugging Face id. Prints one trace folder per line. Interrupted, it is
+    continued by the same command: what is whole is kept.
     """
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
     from kvassay.experiment.memory import recording_need
+    from kvassay.record.again import check_same_recording
     from kvassay.record.load import describe, load, torch_device
-    from kvassay.record.options import RecordOptions
+    from kvassay.record.options import RecordOptions, make_header
     from kvassay.record.transformers import record_sample
     from kvassay.workload.registry import build, get
     from kvassay.workload.sample import Sample
@@ -120,7 +122,7 @@ def record(
     vllm = {name: recording.pop(name) for name in OWN}
     options = RecordOptions(allow_beyond_native=beyond_native, tap_layers=tap_layers or None, **recording)
     folders = [out / f"{workload}-{context}-s{seed}-{index:03d}" for index in range(count)]
-    if not overwrite and (there := [folder for folder in folders if folder.exists()]):
+    if engine == "vllm" and not overwrite and (there := [folder for folder in folders if folder.exists()]):
         raise RecordError(f"{there[0]}: exists already; pass --overwrite or another --out")
 
     def make(tokenizer: Any, index: int) -> Sample:
@@ -139,6 +141,11 @@ def record(
     with Progress(console=Console(stderr=True), transient=True) as bars:
         for index, folder in enumerate(folders):
             sample = make(loaded.tokenizer, index)
+            if folder.exists() and not overwrite:
+                check_same_recording(folder, make_header(loaded, sample, options))
+                click.echo(f"{folder}: holds this recording already", err=True)
+                click.echo(folder)
+                continue
             bar = bars.add_task(folder.name, total=None)
 
             def show(done: int, total: int, bar: TaskID = bar) -> None:

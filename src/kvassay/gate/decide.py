@@ -92,7 +92,7 @@ def _tested(
 
 def _too_few(found: Estimate) -> str:
     if found.low is None:
-        return f"{found.clusters} contexts give no interval"
+        return "one context gives no interval" if found.clusters == 1 else f"{found.clusters} contexts give no interval"
     return f"{found.clusters} contexts leave it between {found.low:+.3g} and {found.high:+.3g}"
 
 

@@ -16,6 +16,9 @@ from kvassay.trace.schema import TraceHeader
 from kvassay.workload.registry import rebuild
 from kvassay.workload.sample import Sample
 
+LEFT_TO_THE_RECORDING = ("versions", "created", "sinks", "shards")
+"""Fields of a header that follow from the others and from when it was recorded."""
+
 
 def options_of(header: TraceHeader) -> RecordOptions:
     """Return the options that a trace was recorded with."""
@@ -38,6 +41,16 @@ def options_of(header: TraceHeader) -> RecordOptions:
         logits_k=spec.k or RecordOptions.logits_k,
         allow_beyond_native=longest > header.layout.native_context,
     )
+
+
+def check_same_recording(folder: Path, wanted: TraceHeader) -> None:
+    """`RecordError` unless `folder` holds what recording `wanted` would give, whenever and by whatever versions."""
+    found = Trace.open(folder).header
+    names = [name for name in TraceHeader.model_fields if name not in LEFT_TO_THE_RECORDING]
+    if other := [name for name in names if getattr(found, name) != getattr(wanted, name)]:
+        raise RecordError(
+            f"{folder}: holds another recording, which differs in {', '.join(other)}; pass --overwrite or another --out"
+        )
 
 
 def check_recipe(header: TraceHeader) -> None:
