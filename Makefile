@@ -41,7 +41,7 @@ STUDY := studies/01
 study: $(READY) ## The first study, from recording to verdicts (hours; resumable; CONTEXTS=5 for an instalment)
 	$(BIN)/kvassay models fetch --all
 	for recipe in $(STUDY)/recipes/*.json; do $(BIN)/kvassay trace reproduce $$recipe || exit; done
-	for matrix in locks exact transforming free reasoning; do \
+	for matrix in locks exact transforming reasoning free tight; do \
 	  $(BIN)/kvassay run $(STUDY)/$$matrix.toml --gate $(STUDY)/gate.toml $(if $(CONTEXTS),--contexts $(CONTEXTS)) \
 	    --out runs/study-01-$$matrix || exit; \
 	done

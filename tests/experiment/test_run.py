@@ -165,13 +165,13 @@ def test_an_incomplete_replay_is_refused(plan: MAKER, tmp_path: Path) -> None:
         ExperimentError, match=r"gave 19 rows for 20 questions x arms; question 1 under 'knorm keep=0.5'"
     ):
         run(plan(1), tmp_path / "run", replay=short)
-    assert list((tmp_path / "run" / "units").iterdir()) == []
+    assert not (tmp_path / "run" / "units").exists()
 
 
 def test_texts_are_made_before_anything_is_recorded(plan: MAKER, tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match="the inserted text alone takes"):
         run(plan(1, ("pairs = 4", "pairs = 60")), tmp_path / "run", replay=FakeReplay())
-    assert list((tmp_path / "run" / "traces").iterdir()) == []
+    assert not (tmp_path / "run" / "traces").exists()
 
 
 def test_two_runs_do_not_share_a_folder(plan: MAKER, tmp_path: Path) -> None:

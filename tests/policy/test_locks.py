@@ -186,7 +186,7 @@ class TestGuarantees:
 
 @dataclass(frozen=True)
 class Watched(Locks):
-    """Notes at each step: length, described pages, and what each KV head reads."""
+    """Notes of each query: length, described pages, and what each KV head reads."""
 
     seen: ClassVar[list[tuple[int, int, list[list[int]]]]] = []
 
@@ -194,7 +194,8 @@ class Watched(Locks):
         chosen = super().read(layer, query, memory, budget, previous)
         assert chosen is not None
         described = layer.side["mean"].shape[0]
-        self.seen.append((layer.length, described, [sorted(row) for row in chosen.index[0].tolist()]))
+        for length, heads in enumerate(chosen.index.tolist(), layer.length + 1 - query.shape[1]):
+            self.seen.append((length, described, [sorted(row) for row in heads]))
         return chosen
 
 

@@ -98,6 +98,9 @@ class Policy:
     """Whether layers get different parts of one budget, so that one of them alone says nothing."""
     compares_tokens: ClassVar[bool] = False
     """Whether tokens are compared with each other: work that grows with the square of the context."""
+    reads_together: ClassVar[bool] = False
+    """Whether `read` answers several queries, those of the newest positions and in one block, each as if it were alone
+    and nothing had come after it. Known tokens are then fed up to the end of a block at once."""
 
     def fit(self, source: Calibration) -> Artefact:
         """Learn an artefact offline; only for policies whose card says `When.OFFLINE`."""

@@ -31,6 +31,7 @@ class BlockSelector(Policy):
     dense_layers: int = 0
 
     per_head: ClassVar[frozenset[str]] = ALL_APART
+    reads_together: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         at_least(self, block=1, dense_layers=0)
@@ -43,7 +44,8 @@ class BlockSelector(Policy):
     def ranks(self, layer: LayerView, query: Tensor, memory: Memory) -> Tensor:
         """Rank of each full block, higher is read: float [kv_heads or q_heads, queries, blocks].
 
-        It may cover the block that holds the newest token or not: that one is read anyway.
+        Each `query` [q_heads, queries, dim] is of one of the newest positions and answered as if it were alone. It may
+        cover the block that holds the newest token or not: that one is read anyway.
         """
         raise PolicyError(f"policy '{self.card.name}' ranks no blocks")
 
@@ -62,8 +64,8 @@ class BlockSelector(Policy):
             return None
         rank = self.ranks(layer, query, memory)
         rank = torch.nn.functional.pad(rank, (0, blocks - rank.shape[-1]), value=torch.inf)
-        forced = self._forced(layer, blocks).repeat_interleave(rank.shape[0] // layer.kv_heads, dim=0)
-        index = rank.masked_fill(forced[:, None], torch.inf).topk(take, dim=-1).indices
+        forced = self._forced(layer, blocks, query.shape[1]).repeat_interleave(rank.shape[0] // layer.kv_heads, dim=0)
+        index = rank.masked_fill(forced, torch.inf).topk(take, dim=-1).indices
         return ReadSet(index.transpose(0, 1), unit=self.block)
 
     def held(self, layer: LayerView) -> int:
@@ -99,13 +101,14 @@ class BlockSelector(Policy):
             f"protected tokens, take up to {forced}"
         )
 
-    def _forced(self, layer: LayerView, blocks: int) -> Tensor:
-        """bool [kv_heads, blocks]: blocks that hold a protected token, and the method's own."""
-        ordinal = layer.slots.clamp(min=0) // self.block
-        count = torch.zeros(layer.kv_heads, blocks).scatter_add_(1, ordinal, layer.protected.float())
+    def _forced(self, layer: LayerView, blocks: int, queries: int) -> Tensor:
+        """bool [kv_heads, queries, blocks]: blocks that hold a token protected at that query, and the method's own."""
+        ordinal = (layer.slots.clamp(min=0) // self.block)[:, None].expand(-1, queries, -1)
+        count = torch.zeros(layer.kv_heads, queries, blocks)
+        count.scatter_add_(2, ordinal, layer.protected_from(queries).float())
         first, last = self.forced_ends
-        count[:, :first] = 1
-        count[:, blocks - last :] = 1
+        count[..., :first] = 1
+        count[..., blocks - last :] = 1
         return count > 0
 
 

@@ -135,7 +135,7 @@ class Card:
 
     @property
     def per_step(self) -> bool:
-        """True if the replay must feed this policy one token at a time."""
+        """True if the replay must feed this policy step by step, not a chunk at a time."""
         return bool(self.when & {When.EVERY_STEP, When.EVERY_N, When.BLOCK_FULL}) or (Effect.SELECT in self.effects)
 
     @property

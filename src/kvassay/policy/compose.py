@@ -144,6 +144,11 @@ class Composed(Policy):
         shown, allowance = layer.seen_by(part.card), self._allowance(number, budget)
         return part.read(shown, query, self._memory(memory, number), allowance, previous)
 
+    @property
+    def reads_together(self) -> bool:  # type: ignore[override]
+        """Whether the selector does; what the others do while decoding, the replay knows."""
+        return all(part.reads_together for part in self.parts if part.writes_read)
+
     # -- state and artefacts ---------------------------------------------------------------------------
 
     def observe(self, state: State, step: StepView) -> State:

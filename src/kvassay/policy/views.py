@@ -200,9 +200,13 @@ class LayerView:
     @property
     def protected(self) -> Tensor:
         """bool [kv_heads, tokens]: the first `sink` and last `recent` positions of the sequence."""
-        p = self.positions
-        inside = (p < self.protection.sink) | (p >= self.length - self.protection.recent)
-        return inside & self.alive
+        return self.protected_from(1)[:, 0]
+
+    def protected_from(self, queries: int) -> Tensor:
+        """bool [kv_heads, queries, tokens]: what was protected when each of so many newest positions had just come."""
+        p, newest = self.positions[:, None], torch.arange(self.length - queries, self.length)[:, None]
+        recent = (p > newest - self.protection.recent) & (p <= newest)
+        return ((p < self.protection.sink) | recent) & self.alive[:, None]
 
     # Evidence: declared, metered.
 
@@ -279,8 +283,9 @@ class LayerView:
         The queries are those of the newest positions, `length - queries` to `length - 1`.
         """
         self._touch(Evidence.QUERY)
-        self._charge("keys", self.data.k)
-        return self.attend(Queries(query, torch.arange(self.length - query.shape[1], self.length)))
+        queries = query.shape[1]
+        self._charge("keys", self.data.k, unseen=(queries - 1) / 2)
+        return self.attend(Queries(query, torch.arange(self.length - queries, self.length)))
 
     def attend(self, queries: Queries) -> Tensor:
         """Softmax rows [q_heads, queries, tokens] of given queries over the keys of this view (and the sink).
@@ -328,14 +333,15 @@ class LayerView:
             self._meter.add(evidence, found.values.numel(), element_bytes)
         return found
 
-    def _charge(self, what: str, tensor: Tensor, element_bytes: float | None = None) -> None:
+    def _charge(self, what: str, tensor: Tensor, element_bytes: float | None = None, unseen: float = 0.0) -> None:
+        """Charge a tensor once, per query; `unseen`: newest tokens per KV head that the average query does not see."""
         if what not in self._metered:
             self._metered.add(what)
             if what.startswith("side"):
                 self._meter.add(what, tensor.numel(), element_bytes)
                 return
             raw = self.alive & ~self.encoded
-            self._meter.add(what, float(raw.sum()) * tensor.shape[-1], element_bytes)
+            self._meter.add(what, (float(raw.sum()) - unseen * self.kv_heads) * tensor.shape[-1], element_bytes)
             if self._code_bytes is not None and self.data.encoded is not None:
                 self._meter.add(what, self._code_bytes()[what == "values"], 1.0)
 

@@ -16,26 +16,33 @@ def feed(
 ) -> list[Tensor]:
     """Feed each lane its next tokens; returns per lane the logits [last, vocab] of its last ones, in order.
 
-    Lanes that only compressed once take theirs as one chunk, the others one token at a time.
+    Lanes that only compressed once take theirs as one chunk, those that only select up to the end of a block, the
+    others one token at a time; what is not committed at once is taken so by all but the first.
     """
     out: dict[int, Tensor] = {}
-    for rows, stepwise in _batches(lanes, tokens):
+    for rows in _batches(lanes, tokens, committed):
         batch, ids = [lanes[row] for row in rows], [tokens[row] for row in rows]
-        if stepwise:
-            wanted = [int(at >= len(ids[0]) - last) for at in range(len(ids[0]))]
-            steps = zip(zip(*ids, strict=True), wanted, strict=True)
-            parts = [engine.forward(batch, [[t] for t in step], w, committed=committed) for step, w in steps]
-            logits = torch.cat(parts, dim=1)
-        else:
-            logits = engine.forward(batch, ids, last, committed=committed)
-        out.update(zip(rows, logits, strict=True))
+        count, at, parts = len(ids[0]), 0, list[Tensor]()
+        while at < count:
+            size = min(_takes(lane, count - at, committed) for lane in batch)
+            wanted = min(size, max(0, at + size - (count - last)))
+            parts.append(engine.forward(batch, [one[at : at + size] for one in ids], wanted, committed=committed))
+            at += size
+        out.update(zip(rows, torch.cat(parts, dim=1), strict=True))
     return [out[row] for row in range(len(lanes))]
 
 
-def _batches(lanes: Sequence[Lane], tokens: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], bool]]:
-    """Rows that run together, and whether they must go token by token."""
-    for length in sorted({len(ids) for ids in tokens}):
-        for stepwise in (False, True):
-            rows = [row for row, lane in enumerate(lanes) if lane.stepwise is stepwise and len(tokens[row]) == length]
-            if rows:
-                yield rows, stepwise
+def _takes(lane: Lane, tokens: int, committed: bool) -> int:
+    return lane.takes(tokens) if committed or not lane.stepwise else 1
+
+
+def _batches(lanes: Sequence[Lane], tokens: Sequence[Sequence[int]], committed: bool) -> Iterator[list[int]]:
+    """Rows that run together: those with equally many tokens that take as many of them at once.
+
+    Lanes that must, or may have to, go step by step never run with the others, so that dense' is another batch's dense.
+    """
+    kinds: dict[tuple[int, bool, int], list[int]] = {}
+    for row, (lane, ids) in enumerate(zip(lanes, tokens, strict=True)):
+        kinds.setdefault((len(ids), lane.stepwise, -_takes(lane, len(ids), committed)), []).append(row)
+    for kind in sorted(kinds):
+        yield kinds[kind]

@@ -156,8 +156,20 @@ class Lane:
 
     @property
     def stepwise(self) -> bool:
-        """Whether this lane must be fed one token at a time."""
+        """Whether this lane must be fed step by step: `takes` says how many tokens each."""
         return self.policy.card.per_step or self.policy.writes_observe or self.arm.again
+
+    def takes(self, tokens: int) -> int:
+        """How many of so many known tokens it may be fed at once, as if they came one by one.
+
+        A policy that only selects, each query for itself, is asked for all of them up to the end of a block: what it
+        reads of full blocks is the same until then.
+        """
+        if not self.stepwise:
+            return tokens
+        if not self.policy.reads_together or self.deciding or self.policy.writes_observe or self.arm.again:
+            return min(1, tokens)
+        return min(tokens, *(group.block_size - self.length % group.block_size for group in self.cache.ledger.groups))
 
     @property
     def deciding(self) -> bool:

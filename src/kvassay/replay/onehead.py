@@ -279,10 +279,10 @@ class OneHead:
     def _ask(self, lane: Lane, outcome: Outcome) -> None:
         """The question's queries under the arm, beside what dense gave."""
         source, deviation = self.source, Deviation()
-        size = 1 if lane.stepwise else self._chunk(source.context + source.question)
+        size, at = self._chunk(source.context + source.question), 0
         scanned_in_all = read_in_all = 0.0
-        for at in range(0, source.question, size):
-            number = min(size, source.question - at)
+        while at < source.question:
+            number = min(size, lane.takes(source.question - at))
             k, v = (rows[at : at + number] for rows in self.own)
             self._append(lane.seq, k, v, lane.reuse)
             lane.reuse = None
@@ -306,6 +306,7 @@ class OneHead:
             start = self.clock()
             asking.summarize(lane)
             outcome.summarize_seconds += self.clock() - start
+            at += number
         deviation.charge(read_in_all, scanned_in_all, self.dense_read, source.question)
         outcome.deviation.join(deviation)
 

@@ -239,15 +239,16 @@ class _OpenLoop:
         """The branch's recorded queries under the arm and under dense, side by side; frees the lane."""
         found = {reader: Deviation() for reader in stage.readers}
         dense = stage.cache.fork(stage.dense)
-        size = 1 if lane.stepwise else self._chunk(stage)
-        for first in range(0, branch.tokens, size):
-            count = min(size, branch.tokens - first)
+        size, first = self._chunk(stage), 0
+        while first < branch.tokens:
+            count = min(size, lane.takes(branch.tokens - first))
             stage.append(dense, branch, first, count)
             stage.append(lane.seq, branch, first, count, lane.reuse)
             lane.reuse = None
             for reader, deviation in found.items():
                 self._compare(stage, lane, dense, BranchQueries.of(branch, reader, first, count), deviation)
             asking.summarize(lane)
+            first += count
         stage.cache.free(dense)
         lane.free()
         return found
