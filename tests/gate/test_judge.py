@@ -398,7 +398,16 @@ def test_a_metric_where_less_is_better_has_its_threshold_above() -> None:
 def test_an_arm_that_is_missing_somewhere_is_held() -> None:
     less = tuple(label for label in ARMS if label != CAND)
     verdict = overall(judge(gate(), ARMS, [*everywhere()[:3], evidence("chain", arms=less)]))
-    assert verdict.line == "hold: did not run on tiny, chain 2k"
+    assert verdict.line == "hold: tiny, chain 2k: did not run"
+
+
+def test_an_arm_that_has_nothing_to_do_says_why_once() -> None:
+    sets = everywhere()
+    for number, one in enumerate(sets):
+        cells = tuple(cell for cell in one.found.cells if cell.arm != CAND)
+        sets[number] = replace(one, found=replace(one.found, cells=cells, not_applicable={CAND: "it is too short"}))
+    verdict = overall(judge(gate(), ARMS, sets))
+    assert verdict.line == f"hold: all {len(sets)} trace sets: not applicable, it is too short"
 
 
 def test_exploratory_verdicts_say_so() -> None:

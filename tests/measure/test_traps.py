@@ -180,6 +180,15 @@ def test_a_policy_that_beats_dense_is_suspect_and_the_leak_checks_rerun() -> Non
     assert "nll -0.2" in finding.message
 
 
+def test_references_that_beat_dense_too_are_named() -> None:
+    """A reference sees which tokens matter and leaves the others out: then that alone can answer better here."""
+    facts = replace(FACTS, arms={**ARMS, KNORM: replace(ARMS[KNORM], reference=True)})
+    rows = [replace(r, **better(r)) if r.arm == KNORM else r for r in change(SNAP, better)]
+    (finding,) = [f for f in everything(rows, facts) if f.arm == SNAP]
+    assert finding.severity == "suspect"
+    assert finding.message.endswith(f"; so are references, which only leave tokens out: {KNORM}")
+
+
 @pytest.mark.parametrize(
     ("leak", "name"),
     [
@@ -218,6 +227,23 @@ def test_two_arms_with_identical_outputs() -> None:
     # A policy that reports a quarter of the bytes and answers like dense to the last bit was never applied.
     (finding,) = everything(change(KNORM, copy_of("dense")))
     assert (finding.name, finding.severity) == ("identical_arms", "invalid")
+
+
+def test_an_arm_that_does_nothing_and_holds_state_for_it_was_not_applied() -> None:
+    idle = copy_of("dense")
+    base = {(r.trace, r.branch): r for r in sound() if r.arm == "dense"}
+
+    def waiting(r: BranchResult, more: float) -> dict[str, Any]:
+        mine = base[r.trace, r.branch]
+        amounts = {"read_bytes": mine.read_bytes, "read_fraction": 1.0, "selected_tokens": mine.selected_tokens}
+        share = dict.fromkeys(("retained_fraction", "retained_fraction_scope"), 1.0 + more)
+        held = dict.fromkeys(("retained_bytes", "retained_bytes_scope"), mine.retained_bytes * (1 + more))
+        return {**idle(r), **amounts, **held, **share}
+
+    (finding,) = [f for f in everything(change(KNORM, lambda r: waiting(r, 0.2))) if f.name == "identical_arms"]
+    assert finding.severity == "suspect" and finding.message.endswith("some hold more beside: not applied")
+    (finding,) = [f for f in everything(change(KNORM, lambda r: waiting(r, -0.2))) if f.name == "identical_arms"]
+    assert finding.severity == "invalid"
 
 
 def test_one_bit_apart_is_not_identical() -> None:

@@ -29,6 +29,12 @@ def shown(policy: Kara, data: LayerData, q: Tensor) -> LayerView:
     return view(policy, data, queries=q, length=N)
 
 
+def test_fewer_tokens_than_a_window_are_none_of_its_business() -> None:
+    assert Kara(interval=W).not_applicable(100, 100 + W, window(0.5)) is None
+    why = Kara(interval=W).not_applicable(100, 99 + W, window(0.5))
+    assert why == f"at most {W - 1} tokens come after the context, a window is {W}"
+
+
 @pytest.mark.parametrize("scorer", ["bidirectional", "causal", "last"])
 def test_importance_is_the_attention_inside_the_window(scorer: str) -> None:
     policy, data, q = Kara(interval=W, scorer=scorer), dense(N), random_q(W)  # type: ignore[arg-type]

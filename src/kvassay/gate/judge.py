@@ -268,7 +268,7 @@ def _worst(
             return outcome, _first([f"{part.model}, {part.trace_set}: {part.reason}" for part in worst], ELSEWHERE)
     reasons = sorted(map(_placed, unclear), key=lambda reason: not reason.startswith(UNDERPOWERED))
     reasons += [f"no verdict on {item.place}: dense is below its floor" for item in blind]
-    reasons += [f"did not run on {item.place}" for item in judged if item.found.cell(label) is None]
+    reasons += _absent(label, judged)
     for model in dict.fromkeys(item.found.model for item in judged) or ("any model",):
         ran = {item.found.workload for item in judged if item.found.model == model}
         if lacking := [name for name in gate.roles.promote if name not in ran]:
@@ -277,6 +277,16 @@ def _worst(
         return "hold", _first(reasons, ELSEWHERE)
     clear = [part.verdict.reason for part in parts if part.verdict.outcome == "promote"]
     return "promote", "; ".join(dict.fromkeys(reason for reason in clear if reason))
+
+
+def _absent(label: str, judged: Sequence[SetEvidence]) -> list[str]:
+    """Why an arm has no cell, said once for all trace sets of which it is true."""
+    places: dict[str, list[str]] = {}
+    for item in judged:
+        if item.found.cell(label) is None:
+            why = item.found.not_applicable.get(label)
+            places.setdefault("did not run" if why is None else f"not applicable, {why}", []).append(item.place)
+    return [f"{_places(found, len(judged))}: {why}" for why, found in places.items()]
 
 
 def _placed(verdict: Verdict) -> str:

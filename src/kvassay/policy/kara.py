@@ -74,6 +74,12 @@ class Kara(Policy):
         if not 0 < self.share <= 1:
             raise PolicyError(f"policy 'kara': share={self.share}, must be in (0, 1]")
 
+    def not_applicable(self, context: int, longest: int, budget: Allowance) -> str | None:
+        """Where fewer tokens are generated than one window holds."""
+        if longest - context >= self.interval:
+            return None
+        return f"at most {longest - context} tokens come after the context, a window is {self.interval}"
+
     @property
     def queries_needed(self) -> int:
         """The window's."""

@@ -1,0 +1,94 @@
+"""What a study publishes follows from its gate and its cells, and its pages say what is published."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+import pytest
+
+from kvassay.experiment.results import Results
+from kvassay.experiment.schema import load_experiment
+from kvassay.gate.chain import LOG, read_log
+from kvassay.gate.schema import load_gate
+from kvassay.gate.session import make_judgement
+from kvassay.gate.standing import standing
+from kvassay.measure.verdict import load_judgement
+from kvassay.report.verdicts import stale
+from kvassay.report.worst import worst_cases
+from kvassay.trace.fingerprint import load_recipe
+from tests.pages import ROOT
+
+STUDIES = sorted((ROOT / "studies").glob("[0-9]*"))
+RESULTS = sorted(path.parent for study in STUDIES for path in study.glob("results/*/manifest.json"))
+by_name = pytest.mark.parametrize("run", RESULTS, ids=lambda path: f"{path.parents[1].name}-{path.name}")
+ROW = re.compile(r"^\| `(?P<arm>[^`]+)` \| (?P<rest>.*) \|$")
+
+
+def study_of(run: Path) -> Path:
+    return run.parents[1]
+
+
+def test_there_is_something_to_check() -> None:
+    assert RESULTS
+
+
+@by_name
+def test_verdicts_are_about_these_cells_by_the_gate_declared_before(run: Path) -> None:
+    judgement, study = load_judgement(run), study_of(run)
+    assert judgement is not None and not judgement.exploratory and not stale(judgement, run)
+    assert judgement.gate_sha256 == hashlib.sha256((study / "gate.toml").read_bytes()).hexdigest()
+    assert (run / "gate.toml").read_bytes() == (study / "gate.toml").read_bytes()
+    last = read_log(study / LOG)[-1]
+    assert (last.sha256, last.time) == (judgement.gate_sha256, judgement.declared)
+    assert last.time < Results.open(run).manifest["started"]
+
+
+@by_name
+def test_judged_again_the_verdicts_are_the_same(run: Path) -> None:
+    results, published = Results.open(run), load_judgement(run)
+    assert published is not None
+    again = make_judgement(results, standing(run / "gate.toml", run, results.manifest), exploratory=False)
+    assert [(v.arm, v.outcome, v.reason) for v in again.overall] == [
+        (v.arm, v.outcome, v.reason) for v in published.overall
+    ]
+
+
+@by_name
+def test_the_run_is_the_studys_own_experiment(run: Path) -> None:
+    wanted, found = load_experiment(study_of(run) / f"{run.name}.toml"), load_experiment(run / "resolved.toml")
+    assert (found.arms, found.protection, found.protocol) == (wanted.arms, wanted.protection, wanted.protocol)
+    assert found.experiment == wanted.experiment
+    names = [(w.name, w.length, w.questions, w.params) for w in wanted.workload]
+    assert [(w.name, w.length, w.questions, w.params) for w in found.workload] == names
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *(study / "README.md" for study in STUDIES)], ids=str)
+def test_every_verdict_on_a_page_is_a_published_one(page: Path) -> None:
+    """Rows that begin with an arm in backticks are lines of the table of worst cases."""
+    tables = [worst_cases(judged) for run in RESULTS if (judged := load_judgement(run)) is not None]
+    published = {line.cells[0]: line.cells for table in tables if table is not None for line in table.lines}
+    rows = [found for line in page.read_text(encoding="utf-8").splitlines() if (found := ROW.match(line))]
+    mine = [row for row in rows if row["arm"] in published]
+    assert mine
+    for row in mine:
+        shown = tuple(cell.replace("**", "") for cell in row["rest"].split(" | "))
+        assert shown == published[row["arm"]][1:], row["arm"]
+
+
+@pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.name)
+def test_every_trace_set_has_a_recipe(study: Path) -> None:
+    gate = load_gate(study / "gate.toml")
+    wanted = {
+        (model, one.name)
+        for file in study.glob("*.toml")
+        if file.name != "gate.toml"
+        for experiment in [load_experiment(file)]
+        for model in experiment.experiment.models
+        for one in experiment.workload
+    }
+    headers = [load_recipe(file)[0] for file in sorted((study / "recipes").glob("*.json"))]
+    assert {(header.model.name, header.recipe.name) for header in headers} == wanted
+    assert {header.recipe.seed for header in headers} == {101}
+    assert {name for _, name in wanted} == set(gate.workloads)
