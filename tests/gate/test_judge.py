@@ -446,3 +446,10 @@ def test_rivals_are_compared_in_a_metric_that_was_measured() -> None:
     assert check(found, "quality task").passed is None and check(found, "quality top1").passed is True
     assert check(found, f"better than {RANDOM}").passed is True
     assert check(found, f"better than {RANDOM}").unit.startswith("top-1")
+
+
+def test_what_is_rejected_somewhere_is_not_saved_by_being_too_good_elsewhere() -> None:
+    too_good = Finding("beats_dense", "suspect", CAND, "nll -0.1 (noise 0.01)")
+    sets = [*everywhere(findings=[too_good])[:3], evidence("chain", blocks={CAND: 0.0})]
+    verdict = overall(judge(gate(), ARMS, sets))
+    assert verdict.outcome == "reject" and verdict.reason.startswith("tiny, chain 2k: freed")

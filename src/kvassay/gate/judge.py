@@ -260,9 +260,12 @@ def _work(places: Sequence[tuple[str, int]]) -> str:
 def _worst(
     gate: Gate, label: str, parts: Sequence[_Part], judged: Sequence[SetEvidence], blind: Sequence[SetEvidence]
 ) -> tuple[Outcome, str]:
-    """The worst outcome of the parts; `hold` where something is undecided or was not run; else `promote`."""
+    """The worst outcome of the parts; `hold` where something is undecided or was not run; else `promote`.
+
+    A rejection stands whatever looks too good elsewhere.
+    """
     unclear = [part.verdict for part in parts if not part.clear]
-    stops: tuple[Outcome, ...] = ("invalid", "suspect", "reject")
+    stops: tuple[Outcome, ...] = ("invalid", "reject", "suspect")
     for outcome in stops:
         if worst := [part for part in unclear if part.outcome == outcome]:
             return outcome, _first([f"{part.model}, {part.trace_set}: {part.reason}" for part in worst], ELSEWHERE)
