@@ -1,9 +1,10 @@
-"""The default workloads on the two embedded models: dense attention must be above the floor on each."""
+"""Every workload on the two embedded models: dense attention must be above the floor on each."""
 
 from __future__ import annotations
 
 import copy
 from statistics import mean
+from typing import Any
 
 import pytest
 import torch
@@ -11,15 +12,22 @@ import torch
 from kvassay.record.calling import cache_keyword, new_cache
 from kvassay.record.fetch import fetch
 from kvassay.record.load import LoadedModel, load
-from kvassay.workload.floor import DEFAULTS, check_floor
+from kvassay.workload.floor import FLOORS, check_floor
 from kvassay.workload.registry import build
 from kvassay.workload.sample import Sample
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+MODELS = ("smollm2-135m", "gemma-3-270m")
+GENERATED = ("scratchpad", 512, {"generated": 768})
+"""Most of its text is an answer, fed as such: its context may be short."""
+WORKLOADS: list[tuple[str, int, dict[str, Any]]] = [
+    (name, 2048, {}) for name in FLOORS if name not in ("scratchpad", "jsonl")
+] + [GENERATED]
+"""Imported texts have no length of their own."""
 CONTEXTS = 2
 
 
-@pytest.fixture(scope="module", params=list(DEFAULTS))
+@pytest.fixture(scope="module", params=MODELS)
 def loaded(request: pytest.FixtureRequest) -> LoadedModel:
     fetch(request.param)
     return load(request.param)
@@ -44,18 +52,13 @@ def answers(loaded: LoadedModel, sample: Sample) -> list[tuple[float, float]]:
     return rows
 
 
-@pytest.mark.parametrize("name", sorted({name for pairs in DEFAULTS.values() for name, _ in pairs}))
-def test_dense_is_above_the_floor(name: str, loaded: LoadedModel) -> None:
-    for workload, length in DEFAULTS[loaded.identity.name]:
-        if workload == name:
-            rows = [
-                row
-                for index in range(CONTEXTS)
-                for row in answers(loaded, build(name, loaded.tokenizer, length, index=index))
-            ]
-            top1, nll = mean(row[0] for row in rows), mean(row[1] for row in rows)
-            print(f"{loaded.identity.name} {name} {length}: top-1 {top1:.3f} NLL {nll:.3f} n={len(rows)}")
-            check_floor(name, length, top1, nll, model=loaded.identity.name)
+@pytest.mark.parametrize(("name", "length", "params"), WORKLOADS, ids=[name for name, *_ in WORKLOADS])
+def test_dense_is_above_the_floor(name: str, length: int, params: dict[str, Any], loaded: LoadedModel) -> None:
+    samples = [build(name, loaded.tokenizer, length, index=index, **params) for index in range(CONTEXTS)]
+    rows = [row for sample in samples for row in answers(loaded, sample)]
+    top1, nll = mean(row[0] for row in rows), mean(row[1] for row in rows)
+    print(f"{loaded.identity.name} {name} {length}: top-1 {top1:.3f} NLL {nll:.3f} n={len(rows)}")
+    check_floor(name, length, top1, nll, model=loaded.identity.name)
 
 
 def test_both_tokenizers_are_framed_as_they_want(loaded: LoadedModel) -> None:
@@ -66,8 +69,8 @@ def test_both_tokenizers_are_framed_as_they_want(loaded: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("length", [1024, 4096, 8000])
-def test_every_default_is_exact_and_canonical(length: int, loaded: LoadedModel) -> None:
-    for name, _ in DEFAULTS[loaded.identity.name]:
-        sample = build(name, loaded.tokenizer, length, index=1)
+def test_every_text_is_exact_and_canonical(length: int, loaded: LoadedModel) -> None:
+    for name, _, params in WORKLOADS:
+        sample = build(name, loaded.tokenizer, length, index=1, **params)
         assert len(sample.context_ids) == length
         assert sample.meta["canonical"] is True, name

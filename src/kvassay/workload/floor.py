@@ -38,18 +38,6 @@ FLOORS: Mapping[str, DenseFloor] = MappingProxyType(
     }
 )
 
-# Measured above their floors by the slow tests, on 2 contexts of 3 questions each.
-DEFAULT_LENGTH = 2048
-# Imported texts have no length of their own, and scratchpad's dense floor has not been measured.
-_MEASURED = tuple(name for name in FLOORS if name not in ("jsonl", "scratchpad"))
-DEFAULTS: Mapping[str, tuple[tuple[str, int], ...]] = MappingProxyType(
-    {
-        "smollm2-135m": tuple((name, DEFAULT_LENGTH) for name in _MEASURED),
-        "gemma-3-270m": tuple((name, DEFAULT_LENGTH) for name in _MEASURED),
-    }
-)
-"""By embedded model: the workloads and lengths (tokens) that are offered without being asked for."""
-
 
 def floor_of(workload: str) -> DenseFloor:
     """The declared floor of a workload. Raises `WorkloadError` for an unknown name."""
