@@ -130,7 +130,8 @@ def test_findings_by_severity_the_gravest_first(text: str) -> None:
 
 
 def test_the_numbers_are_in_the_tables(text: str) -> None:
-    _, quality, amounts, blocks, time, layers, speculation = rows_of(text, SNAPKV)
+    _, worst, quality, amounts, blocks, time, layers, speculation = rows_of(text, SNAPKV)
+    assert worst == ["reject", "-0.375 (tiny-model, kv_short 2k)", "1.6 (tiny-model, kv_short 2k)"]
     # Context means of top-1 are 0.75 and 0.5; dense has 1 everywhere. Two contexts give no interval.
     assert quality == [
         "0.625", "-0.375", "-", "0.750", "1/0", "1", "1.250", "1.250", "0.750", "0.500", "4.0", "1/4",
