@@ -50,6 +50,7 @@ def held(fraction: float, **changes: Any) -> dict[str, Any]:
         "retained_fraction_scope": fraction / 2,
         "read_bytes": fraction * 900 * 1024,
         "read_fraction": fraction,
+        "read_bytes_growing": fraction * 225 * 1024,
         **changes,
     }
 

@@ -16,8 +16,8 @@ def feed(
 ) -> list[Tensor]:
     """Feed each lane its next tokens; returns per lane the logits [last, vocab] of its last ones, in order.
 
-    Lanes that only compressed once take theirs as one chunk, those that only select up to the end of a block, the
-    others one token at a time; what is not committed at once is taken so by all but the first.
+    Lanes that only compressed once take theirs as one chunk, those that only select take them up to the end of a block,
+    the others one token at a time. Uncommitted tokens go one at a time through all but the first kind.
     """
     out: dict[int, Tensor] = {}
     for rows in _batches(lanes, tokens, committed):

@@ -111,6 +111,7 @@ def _amounts(part: words.Part, arms: Mapping[str, ArmInfo]) -> Grid:
         _head("selected_tokens", "selected tokens"),
         _head("read_bytes", "read per token"),
         _head("read_fraction", "read / dense"),
+        _head("read_bytes_growing", "of it in growing layers"),
         _head("policy_bytes", "touched once by the policy"),
         _head("policy_seconds", "policy, wall s"),
     ]
@@ -130,6 +131,7 @@ def _amount_cells(cell: Cell, states: Sequence[str]) -> list[str]:
         words.number(amounts["selected_tokens"], 0),
         words.size(amounts["read_bytes"]),
         words.percent(amounts["read_fraction"]),
+        words.size(amounts["read_bytes_growing"]),
         words.size(amounts["policy_bytes"]),
         words.number(amounts["policy_seconds"], 2),
         *(words.size(amounts[name]) for name in states),
