@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import re
+import itertools
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
@@ -23,7 +24,6 @@ from tests.pages import ROOT
 STUDIES = sorted((ROOT / "studies").glob("[0-9]*"))
 RESULTS = sorted(path.parent for study in STUDIES for path in study.glob("results/*/manifest.json"))
 by_name = pytest.mark.parametrize("run", RESULTS, ids=lambda path: f"{path.parents[1].name}-{path.name}")
-ROW = re.compile(r"^\| `(?P<arm>[^`]+)` \| (?P<rest>.*) \|$")
 
 
 def study_of(run: Path) -> Path:
@@ -64,17 +64,48 @@ def test_the_run_is_the_studys_own_experiment(run: Path) -> None:
     assert [(w.name, w.length, w.questions, w.params) for w in found.workload] == names
 
 
+def rows_under(page: Path, head: str) -> list[tuple[str, ...]]:
+    """Cells of the rows of every table of a page whose heading begins so."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    tables = [lines[at + 2 :] for at, line in enumerate(lines) if line.startswith(head)]
+    rows = [row for table in tables for row in itertools.takewhile(lambda line: line.startswith("|"), table)]
+    return [tuple(cell.strip().strip("`*") for cell in row.strip("|").split(" | ")) for row in rows]
+
+
 @pytest.mark.parametrize("page", [ROOT / "README.md", *(study / "README.md" for study in STUDIES)], ids=str)
 def test_every_verdict_on_a_page_is_a_published_one(page: Path) -> None:
-    """Rows that begin with an arm in backticks are lines of the table of worst cases."""
     tables = [worst_cases(judged) for run in RESULTS if (judged := load_judgement(run)) is not None]
-    published = {line.cells[0]: line.cells for table in tables if table is not None for line in table.lines}
-    rows = [found for line in page.read_text(encoding="utf-8").splitlines() if (found := ROW.match(line))]
-    mine = [row for row in rows if row["arm"] in published]
-    assert mine
-    for row in mine:
-        shown = tuple(cell.replace("**", "") for cell in row["rest"].split(" | "))
-        assert shown == published[row["arm"]][1:], row["arm"]
+    published = {line.cells for table in tables if table is not None for line in table.lines}
+    rows = rows_under(page, "| arm | verdict |")
+    assert rows and set(rows) <= published
+
+
+SHOWN = {"read": "read_bytes_growing", "held": "retained_bytes_scope"}
+"""What a page's table of means gives beside top-1, by its heading, in per cent of dense's."""
+
+
+def mean_row(results: Results, arm: str, amount: str) -> tuple[str, ...]:
+    """Per model, over the workloads that promote: mean top-1, and an amount in per cent of dense's in those layers."""
+    promoting = load_gate(results.path / "gate.toml").roles.promote
+    found: list[str] = []
+    for model in dict.fromkeys(one.model for one in results.sets):
+        sets = [one for one in results.sets if one.model == model and one.workload in promoting]
+        mine, dense = ([cell for one in sets if (cell := one.cell(name))] for name in (arm, "dense"))
+        outside = [cell.amounts["retained_bytes"] - cell.amounts["retained_bytes_scope"] for cell in mine]
+        there, everything = (sum(cell.amounts[amount] for cell in cells) for cells in (mine, dense))
+        if amount == "retained_bytes_scope":  # outside its scope an arm holds what dense holds
+            everything = sum(cell.amounts["retained_bytes"] for cell in dense) - sum(outside)
+        found += [f"{mean(cell.quality['top1'].mean for cell in mine):.2f}", f"{100 * there / everything:.0f} %"]
+    return tuple(found)
+
+
+@pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.name)
+@pytest.mark.parametrize("head", list(SHOWN))
+def test_means_on_a_page_are_those_of_the_published_cells(study: Path, head: str) -> None:
+    rows = rows_under(study / "README.md", f"| arm | SmolLM2 | {head} |")
+    runs = [Results.open(run) for run in RESULTS if study_of(run) == study]
+    published = {(arm, *mean_row(run, arm, SHOWN[head])) for run in runs for arm in run.arms if run.sets[0].cell(arm)}
+    assert rows and set(rows) <= published
 
 
 @pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.name)
