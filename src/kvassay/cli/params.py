@@ -45,3 +45,13 @@ class ByteCount(_IntParam):
         if count < 1 or count != int(count):
             self.fail(f"'{value}' is no whole, positive number of bytes", param, ctx)
         return int(count)
+
+
+engine_option = click.option(
+    "--engine",
+    type=click.Choice(["transformers", "vllm"]),
+    default="transformers",
+    show_default=True,
+    help="What runs the model: transformers, or vLLM on the CPU (`make vllm-setup`).",
+)
+"""Which recorder."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from kvassay.cli.params import TokenCount
+from kvassay.cli.params import TokenCount, engine_option
 from kvassay.cli.record_vllm import OWN, record_with_vllm, refuse_for_transformers, vllm_options
 from kvassay.errors import RecordError
 
@@ -77,13 +77,7 @@ def _parameters(ctx: click.Context, param: click.Parameter, pairs: tuple[str, ..
     help="Of the questions and answers: full rows, topk, or none (greedy ids and margins stay).",
 )
 @click.option("--logits-k", type=click.IntRange(2), default=64, show_default=True, help="How many for topk.")
-@click.option(
-    "--engine",
-    type=click.Choice(["transformers", "vllm"]),
-    default="transformers",
-    show_default=True,
-    help="What runs the model: transformers, or vLLM on the CPU (`make vllm-setup`).",
-)
+@engine_option
 @vllm_options
 @click.option("--beyond-native", is_flag=True, help="Allow more tokens than the model's native context.")
 @click.option("--overwrite", is_flag=True, help="Replace traces that are there.")

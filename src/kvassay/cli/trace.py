@@ -9,6 +9,8 @@ from typing import Literal
 
 import click
 
+from kvassay.cli.params import engine_option
+
 BIG = 256 << 20
 """Bytes from which `verify` shows its progress."""
 folder = click.Path(path_type=Path)
@@ -89,15 +91,12 @@ def fingerprint(path: Path, output: Path) -> None:
 @click.option("--tolerance", type=click.FloatRange(min=0), help="Allowed part of a tensor's norm.  [default: 0.001]")
 @click.option("--keep", type=folder, help="Keep the new recording here.")
 @click.option("--model", help="Where the model is, if not under the name it was recorded by: a folder, say.")
-@click.option(
-    "--engine",
-    type=click.Choice(["transformers", "vllm"]),
-    default="transformers",
-    show_default=True,
-    help="What runs the model this time; both recorders must find the same rows.",
-)
+@engine_option
 def reproduce(source: Path, tolerance: float | None, keep: Path | None, model: str | None, engine: str) -> None:
-    """Record SOURCE (a trace or a recipe file) again, and compare fingerprints."""
+    """Record SOURCE (a trace or a recipe file) again, and compare fingerprints.
+
+    Whichever engine recorded SOURCE: both must find the same rows.
+    """
     from kvassay.errors import RecordError
     from kvassay.record.again import rerecord
     from kvassay.trace.fingerprint import TOLERANCE, compare, load_recipe

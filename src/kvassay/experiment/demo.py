@@ -18,4 +18,8 @@ def fetch_models(names: Sequence[str], say: Callable[[str], None]) -> None:
             continue
         licence = embedded(name).licence
         say(f"{name}: {licence.name}. {licence.note}")
-        fetch(name, lambda line, name=name: say(f"{name}: {line}"))  # type: ignore[misc]
+        fetch(name, _said_of(name, say))
+
+
+def _said_of(name: str, say: Callable[[str], None]) -> Callable[[str], None]:
+    return lambda line: say(f"{name}: {line}")

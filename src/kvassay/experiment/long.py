@@ -13,6 +13,7 @@ import multiprocessing
 import multiprocessing.connection
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kvassay.errors import ExperimentError, KvassayError, LayoutError
@@ -172,7 +173,7 @@ def run_long(plan: LongPlan, path: Path, listener: Listener) -> tuple[LongRow, .
             found = read_records(target, LongRow)
             if not found:
                 computed = _in_a_process(plan, unit, listener)
-                folder.write(target, lambda file, made=computed: write_records(made, LongRow, file))  # type: ignore[misc]
+                folder.write(target, partial(write_records, computed, LongRow))
             rows += found or computed
             listener.end(bool(found))
         notes = {
