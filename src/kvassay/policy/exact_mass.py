@@ -49,16 +49,14 @@ class ExactMass(Policy):
         """The slots of the top `budget.tokens`: unit 1, [queries, kv_heads | q_heads, k]."""
         if budget.covers_all or layer.tokens <= budget.tokens:
             return None
-        mass, queries = layer.mass(query), query.shape[1]
-        slots, forced = layer.slots, layer.protected_from(queries)
-        newest = torch.arange(layer.length - queries, layer.length)[:, None]
-        there = layer.alive[:, None] & (layer.positions[:, None] <= newest)
+        mass = layer.mass(query)
+        slots, alive, forced = layer.slots, layer.alive, layer.protected_from(query.shape[1])
         if self.heads == "kv":
             mass = layer.group_sum(mass)
         else:
             group = layer.layer.q_heads // layer.kv_heads
-            slots, there, forced = (x.repeat_interleave(group, dim=0) for x in (slots, there, forced))
-        mass = mass.masked_fill(forced, torch.inf).masked_fill(~there, -1.0)
+            slots, alive, forced = (x.repeat_interleave(group, dim=0) for x in (slots, alive, forced))
+        mass = mass.masked_fill(forced, torch.inf).masked_fill(~alive[:, None], -1.0)
         best, index = mass.topk(budget.tokens, dim=-1)
         chosen = slots[:, None].expand_as(mass).gather(-1, index)
         return ReadSet(chosen.masked_fill(best < 0, -1).transpose(0, 1))
