@@ -17,14 +17,14 @@ def feed(
     """Feed each lane its next tokens; returns per lane the logits [last, vocab] of its last ones, in order.
 
     Lanes that only compressed once take theirs as one chunk, those that only select take them up to the end of a block,
-    the others one token at a time. Uncommitted tokens go one at a time through all but the first kind.
+    the others one token at a time.
     """
     out: dict[int, Tensor] = {}
-    for rows in _batches(lanes, tokens, committed):
+    for rows in _batches(lanes, tokens):
         batch, ids = [lanes[row] for row in rows], [tokens[row] for row in rows]
         count, at, parts = len(ids[0]), 0, list[Tensor]()
         while at < count:
-            size = min(_takes(lane, count - at, committed) for lane in batch)
+            size = min(lane.takes(count - at) for lane in batch)
             wanted = min(size, max(0, at + size - (count - last)))
             parts.append(engine.forward(batch, [one[at : at + size] for one in ids], wanted, committed=committed))
             at += size
@@ -32,17 +32,13 @@ def feed(
     return [out[row] for row in range(len(lanes))]
 
 
-def _takes(lane: Lane, tokens: int, committed: bool) -> int:
-    return lane.takes(tokens) if committed or not lane.stepwise else 1
-
-
-def _batches(lanes: Sequence[Lane], tokens: Sequence[Sequence[int]], committed: bool) -> Iterator[list[int]]:
+def _batches(lanes: Sequence[Lane], tokens: Sequence[Sequence[int]]) -> Iterator[list[int]]:
     """Rows that run together: those with equally many tokens that take as many of them at once.
 
     Lanes that must, or may have to, go step by step never run with the others, so that dense' is another batch's dense.
     """
     kinds: dict[tuple[int, bool, int], list[int]] = {}
     for row, (lane, ids) in enumerate(zip(lanes, tokens, strict=True)):
-        kinds.setdefault((len(ids), lane.stepwise, -_takes(lane, len(ids), committed)), []).append(row)
+        kinds.setdefault((len(ids), lane.stepwise, -lane.takes(len(ids))), []).append(row)
     for kind in sorted(kinds):
         yield kinds[kind]
