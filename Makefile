@@ -45,6 +45,7 @@ study: $(READY) ## The first study, from recording to verdicts (hours; resumable
 	  $(BIN)/kvassay run $(STUDY)/$$matrix.toml --gate $(STUDY)/gate.toml $(if $(CONTEXTS),--contexts $(CONTEXTS)) \
 	    --out runs/study-01-$$matrix || exit; \
 	done
+	$(BIN)/kvassay run $(STUDY)/long.toml --out runs/study-01-long
 
 study-vllm: vllm-setup ## The study's traces through vLLM: the same recipes, the same rows
 	for recipe in $(STUDY)/recipes/*.json; do \
