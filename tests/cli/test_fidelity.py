@@ -18,7 +18,7 @@ from kvassay.trace.reader import Trace
 from tests.record import tiny
 from tests.record.conftest import loaded, sample_of
 
-YARDSTICKS = ["dense", "random", "recency", "streaming", "exact_mass", "hindsight"]
+YARDSTICKS = ["dense", "random", "recency", "streaming", "exact_mass", "hindsight", "fp8"]
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +38,14 @@ def error(result: Result) -> str:
 
 
 def test_json_holds_the_open_loops_rows_and_the_screening_lines(trace: Trace) -> None:
-    result = run(trace.path, "--policy", "knorm", "--policy", "fp8", "--budget", "keep=0.5", "--json", "--seed", 1)
+    result = run(trace.path, "--policy", "knorm", "--policy", "r-kv", "--budget", "keep=0.5", "--json", "--seed", 1)
     assert result.exit_code == 0, result.output
     data = json.loads(result.stdout)
     assert data["digest"] == trace.digest
     assert data["dense_reproduces_output"] < 1e-5
     names = [line["arm"].split()[0] for line in data["arms"]]
     assert names == [*YARDSTICKS, "knorm"]
-    assert set(data["skipped"]) == {"fp8", "paged-eviction keep=0.5"}
+    assert set(data["skipped"]) == {"paged-eviction keep=0.5", "r-kv keep=0.5"}
     assert [line["kind"] for line in data["arms"] if line["arm"].startswith("hindsight")] == ["reference"]
     arm = Arm(make("knorm"), Budget("keep_tokens", 0.5), Protection(4, 32))
     mine = [row for row in data["layers"] if row["arm"] == arm.label]

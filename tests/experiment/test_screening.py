@@ -27,11 +27,11 @@ def results(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Resul
 
 def test_a_runs_own_arms_are_screened_on_its_first_context(results: Results) -> None:
     skipped = screen_run(results)
-    assert {label.split()[0] for label in skipped} == {"fp8", "paged-eviction"}
+    assert {label.split()[0] for label in skipped} == {"paged-eviction"}
     found = Results.open(results.path).fidelity
     (name,) = results.first_traces().values()
     assert name == results.manifest["units"][0]["trace"] and {row.trace for row in found} == {name}
-    covered = {"dense", "random", "recency", "streaming", "exact_mass", "hindsight", "knorm"}
+    covered = {"dense", "random", "recency", "streaming", "exact_mass", "hindsight", "fp8", "knorm"}
     assert {row.arm.split()[0] for row in found} == covered
     plan = make_plan(load_experiment(results.path / "resolved.toml"), "", results.path)
     (arm,) = (arm for arm in plan.arms if arm.label == "knorm keep=0.5")

@@ -66,6 +66,7 @@ class MlaOracle(Oracle):
         vectors = self._vectors.pop(index)
         self.k[index] = torch.cat([self.k[index], vectors], 1)
         self.alive[index] = torch.cat([self.alive[index], torch.ones(1, 1, dtype=torch.bool)], 1)
+        self.written(self, index)
         module = self.model.get_decoder().layers[index].self_attn
         rank = module.kv_lora_rank
         keys, values = module.expand_kv(self.k[index][None, ..., :rank], self.k[index][None, ..., rank:])

@@ -175,16 +175,17 @@ def snapkv(this: World, index: int) -> Tensor:
 
 
 def int8(oracle: M3Oracle) -> None:
-    """Every token's keys and values are rounded to 8 bits per head as soon as its step is over."""
+    """Every token's keys and values are rounded to 8 bits per head as they are written."""
 
-    def round_off(position: int) -> None:
-        for side in (side[index] for index in range(4) for side in (oracle.k, oracle.v)):
+    def round_off(index: int, position: int) -> None:
+        for side in (oracle.k[index], oracle.v[index]):
             for head in range(HEADS):
                 side[head, position] = code(side[head, position].float(), 8)
 
     for position in range(world.CONTEXT):
-        round_off(position)
-    oracle.after = lambda oracle: round_off(oracle.length - 1)
+        for index in range(4):
+            round_off(index, position)
+    oracle.written = lambda oracle, index: round_off(index, oracle.length - 1)
 
 
 def by_hand(arm: Arm, this: World) -> M3Oracle:

@@ -70,7 +70,7 @@ def int8(oracle: MlaOracle) -> None:
     for index in oracle.full:
         for position in range(oracle.context):
             _code(oracle, index, position)
-    oracle.after = lambda oracle: [_code(oracle, index, oracle.length - 1) for index in oracle.full]  # type: ignore
+    oracle.written = lambda oracle, index: _code(oracle, index, oracle.length - 1)
 
 
 def _code(oracle: MlaOracle, index: int, position: int) -> None:

@@ -155,6 +155,20 @@ class TestEveryForm:
         sinks = torch.tensor([-1.0, 0.0, 1.0, 3.0, -30.0, 0.5])
         check(on, world.cache, seq, lambda queries: lane_reads(world.cache, seq, 0, queries, fused=fused), sinks)
 
+    @pytest.mark.parametrize("window", [None, 20])
+    @pytest.mark.parametrize("number", [{}, {"number": "fp8_e4m3"}], ids=["int8", "fp8"])
+    @pytest.mark.parametrize("fused", [True, False], ids=["fused", "decoded"])
+    def test_a_chunk_encoded_as_it_was_written(
+        self, on: Device, window: int | None, number: dict[str, Any], fused: bool
+    ) -> None:
+        """Queries of one chunk read codes of its own tokens, each up to itself."""
+        world, seq = made([] if window else [Quantize(8, 8, tokens=FIRST)], window=window)
+        held = world.cache.layer(seq, 0)
+        world.cache.apply(
+            seq, Decision({0: [Quantize(8, 8, tokens=held.positions[0] >= N, **number)]}), allow_window=True
+        )
+        check(on, world.cache, seq, lambda queries: lane_reads(world.cache, seq, 0, queries, fused=fused), queries=TAIL)
+
     def test_a_code_stays_packed_and_a_copy_does_not(self) -> None:
         world, seq = made(EDITS["kivi 2"])
         slots, code = lane_reads(world.cache, seq, 0)

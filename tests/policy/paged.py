@@ -49,7 +49,7 @@ class Run:
 
     def step(self) -> None:
         self.append(1)
-        if When.EVERY_STEP in self.policy.card.when:
+        if self.policy.card.when & {When.ON_WRITE, When.EVERY_STEP}:
             self.decide()
 
     def append(self, tokens: int) -> None:

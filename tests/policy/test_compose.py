@@ -242,7 +242,7 @@ def test_each_part_is_asked_at_its_own_moments() -> None:
     shown = cache(view(policy, dense(10)))
     edits = policy.decide(shown, {}, memory(), allowance(4, 10)).edits[0]
     assert [type(edit).__name__ for edit in edits] == ["Evict", "Quantize"]
-    step = CacheView(shown.layers, 10, 8, When.EVERY_STEP)
+    step = CacheView(shown.layers, 10, 8, When.ON_WRITE)
     (edit,) = policy.decide(step, {}, memory(), allowance(4, 10)).edits[0]
     assert isinstance(edit, Quantize) and edit.tokens is not None and bool(edit.tokens.all())
 

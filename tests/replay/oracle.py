@@ -37,6 +37,8 @@ class Oracle:
         """What each storing layer took in last, [kv_heads, dim]."""
         self.hidden: dict[int, Tensor] = {}
         """Each decoder layer's output for the newest token, [hidden_size]."""
+        self.written: Callable[[Oracle, int], None] = lambda oracle, layer: None
+        """The method's rule for what a layer has just taken in, before it is read."""
         self.after: Callable[[Oracle], None] = lambda oracle: None
         """The method's rule at the end of a step."""
         self.select: Callable[[Oracle, int, Tensor], Tensor | None] = lambda oracle, layer, q: None
@@ -73,6 +75,7 @@ class Oracle:
         owner = self.layout.source(index).index
         if owner == index:
             self._take(index, k, v)
+            self.written(self, index)
         assert torch.equal(k[:, 0], self._new[owner][0]) and torch.equal(v[:, 0], self._new[owner][1])
         allowed = self.select(self, owner, q)
         group, window, cap, sinks = q.shape[0] // k.shape[0], *map(given.get, ("sliding_window", "softcap", "s_aux"))

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from kvassay.errors import EvidenceMissing, PolicyError
+from kvassay.policy.base import Artefact, Calibration
 from kvassay.policy.budget import Protection
+from kvassay.policy.epikv_calibrated import EpiKVCalibrated
 from kvassay.policy.registry import make
 from kvassay.replay.arms import Arm
 from kvassay.replay.calibration import SHARED_RUN, TraceCalibration, check_disjoint, fit_offline
@@ -88,6 +90,20 @@ def test_each_policy_is_fitted_once(llama: World, monkeypatch: pytest.MonkeyPatc
     assert fits == [0.5, 0.25] and set(found) == {"svd", "svd(rank=0.25)"}
     assert found["svd"].tensors["layer0.key.0"].shape == (32, 16)
     assert found["svd(rank=0.25)"].source_sha256 == TraceCalibration(llama.calibration, policies[0]).sha256
+
+
+def test_a_twin_is_fitted_with_its_original(llama: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    policies = [make("epikv~shuffled"), make("epikv"), make("epikv~shuffled", stride=8)]
+    fits: list[int] = []
+
+    def fit(self: EpiKVCalibrated, source: Calibration) -> Artefact:
+        fits.append(self.stride)
+        return Artefact({}, source.sha256)
+
+    monkeypatch.setattr(EpiKVCalibrated, "fit", fit)
+    found = fit_offline(policies, llama.trace, llama.calibration)
+    assert fits == [16, 8]
+    assert found["epikv"] is found["epikv~shuffled"] and "epikv~shuffled(stride=8)" in found
 
 
 def test_a_short_calibration_may_not_be_a_piece_of_the_test(tmp_path: Path) -> None:

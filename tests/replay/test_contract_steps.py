@@ -157,8 +157,8 @@ class RollingWindow(Policy):
 def test_a_window_that_compacts_every_n_tokens(world: World, watch: Watch) -> None:
     policy = RollingWindow()
     held = policy.sink + policy.window
-    blocks: list[int] = []
-    free: list[int] = []
+    seen: list[tuple[int, int, int]] = []
+    """Tokens generated, blocks of the table, free blocks; of each pass, question by question."""
 
     def each(lane: Lane) -> None:
         if lane.arm.label != "rolling":
@@ -167,8 +167,7 @@ def test_a_window_that_compacts_every_n_tokens(world: World, watch: Watch) -> No
         full = [group for group in ledger.groups if group.window is None]
         tables = {len(ledger.table(lane.seq, group.index)) for group in full}
         assert len(tables) == 1
-        blocks.append(tables.pop())
-        free.append(ledger.pool.num_free)
+        seen.append((lane.generated, tables.pop(), ledger.pool.num_free))
         last = lane.generated - lane.generated % policy.interval + lane.allowance.context
         alive = list(range(lane.length))
         if lane.generated >= policy.interval:
@@ -190,9 +189,13 @@ def test_a_window_that_compacts_every_n_tokens(world: World, watch: Watch) -> No
     grown = [-(-(context + n) // size) for n in range(1, policy.interval)]
     packed = held // size
     cycle = [packed] + [packed + 1] * (policy.interval - 1)
-    assert blocks == [n for total in FED for n in [*grown, *cycle, *cycle, *cycle][:total]]
+    wanted = [*grown, *cycle, *cycle, *cycle]
+    assert [blocks for _, blocks, _ in seen] == [wanted[generated - 1] for generated, _, _ in seen]
+    # Fed until it acts, then the token after which it does.
+    assert [generated for generated, _, _ in seen] == [6, 7, 8, 15, 16, 23, 24, 25, 6, 7, 8, 9]
+    free = {generated: blocks for generated, _, blocks in seen[:8]}
     groups = sum(group.window is None for group in watch.replay.cache.ledger.groups)
-    for at in (2 * policy.interval - 1, 3 * policy.interval - 1):
+    for at in (2 * policy.interval, 3 * policy.interval):
         assert free[at] - free[at - 1] >= groups  # the tail block of each full group went back to the pool
     assert all(row.policy_bytes > 0 for row in rows if row.arm == "rolling")
 

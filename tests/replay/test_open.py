@@ -352,8 +352,8 @@ def test_chunks_of_queries_change_nothing(llama: World, monkeypatch: pytest.Monk
 
 def test_what_it_covers() -> None:
     refused = {name: covers(make(name)) for name in names() if covers(make(name))}
-    assert set(refused) >= {"paged-eviction", "kivi", "fp8", "svd", "m3-distilled"}
-    assert not set(refused) & {"dense", "snapkv", "knorm", "quest", "locks", "m3-exact-mass", "hindsight"}
+    assert set(refused) >= {"paged-eviction", "kivi", "svd", "m3-distilled"}
+    assert not set(refused) & {"dense", "fp8", "snapkv", "knorm", "quest", "locks", "m3-exact-mass", "hindsight"}
     assert "while decoding (every_step)" in str(refused["kivi"])
     assert "while decoding (every_n)" in str(refused["paged-eviction"])
     assert "calibration trace" in str(refused["svd"])
@@ -362,8 +362,8 @@ def test_what_it_covers() -> None:
 
 
 def test_an_arm_it_does_not_cover_is_refused(llama: World) -> None:
-    with pytest.raises(PolicyError, match=r"arm 'fp8' cannot run in the open loop: its policy decides .*every_step"):
-        open_loop(llama.trace, [DENSE, Arm(make("fp8"), None, PROTECTION)])
+    with pytest.raises(PolicyError, match=r"arm 'kivi.*' cannot run in the open loop: its policy decides .*every_step"):
+        open_loop(llama.trace, [DENSE, Arm(make("kivi", group=8), None, PROTECTION)])
 
 
 def test_a_trace_without_branches_is_refused(tmp_path: Path) -> None:

@@ -135,7 +135,8 @@ def test_a_rejected_draft_leaves_no_trace(world: World, watch: Watch) -> None:
         replay.cache.check()
         for lane, twin in zip(lanes, twins, strict=True):
             assert lane.arm is twin.arm
-            assert same(contents(replay.cache, lane.seq), contents(replay.cache, twin.seq)), lane.arm.label
+            if not lane.policy.decides_at(When.ON_WRITE):  # the twin's tokens are encoded before they read themselves
+                assert same(contents(replay.cache, lane.seq), contents(replay.cache, twin.seq)), lane.arm.label
             assert state(lane) == state(twin), lane.arm.label
     assert watch.steps > 20
 

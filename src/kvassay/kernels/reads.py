@@ -31,7 +31,7 @@ def paged_layer(cache: PagedCache, layer: Layer, sinks: Tensor | None = None) ->
 
 
 def lane_reads(cache: PagedCache, seq: int, layer: int, queries: int = 1, *, fused: bool = True) -> list[Read]:
-    """All that the last `queries` tokens of a sequence, none of them encoded, read of a layer that owns its cache.
+    """All that the last `queries` tokens of a sequence read of a layer that owns its cache.
 
     fused: codes are dequantised in the kernel, as an engine would; else the decoded copies that this harness keeps
         are read, which is faster to replay and says nothing of a method's speed. So they are where a bias or a norm
@@ -69,8 +69,7 @@ def slot_read(
 
     bias, inner_bias: float [kv_heads, n] as the view's columns
     """
-    # The newest tokens come last in every head, so the query t steps before the end reads t entries less.
-    last = view.counts - np.arange(len(positions) - 1, -1, -1, dtype=np.int32)[:, None]
+    last = _up_to(view, positions)
     first = _first(view.positions, positions, window)
     if view.is_identity and view.counts[0] and bias is None and inner_bias is None:
         offset = view.offsets[0, 0]
@@ -113,10 +112,9 @@ def _row_read(
     """
     key = torch.where(held >= 0, held, torch.iinfo(held.dtype).max)
     order = torch.argsort(key, dim=1, stable=True).to(torch.int32)
-    counts = (held >= 0).sum(1).to(torch.int32).numpy()
-    ascending = torch.gather(held, 1, order.long())
-    first = _first(ascending.numpy(), positions, window)
-    last = np.broadcast_to(counts, (len(positions), len(counts)))
+    ascending = torch.gather(held, 1, order.long()).numpy()
+    first = _first(ascending, positions, window)
+    last = _passed(ascending, positions, 0)
     bias, inner = (None if one is None else torch.gather(one, 1, order.long()) for one in (bias, inner))
     start = None if first is None else _tensor(first)
     values = run.k if run.one_side else run.v
@@ -146,8 +144,11 @@ def _code_read(
 
     held = laid(listed, -1)
     seen = (laid(alive, False) & (column >= 0))[None].expand(1, *held.shape)
+    newest = torch.from_numpy(positions)[:, None, None]
+    if bool((held > int(positions.min())).any()):  # of this chunk, encoded as they were written
+        seen = seen & (held[None] <= newest)
     if window is not None:
-        seen = seen & (held[None] > torch.from_numpy(positions)[:, None, None] - window)
+        seen = seen & (held[None] > newest - window)
     rope = codes[0].rope
     return CodeRead(
         flatten([one.key for one in codes], rope),
@@ -187,12 +188,23 @@ def _is_restored(encoded: Encoded) -> bool:
     return isinstance(encoded.key, Restored) or isinstance(encoded.value, Restored)
 
 
+def _up_to(view: SlotView, positions: Ints) -> Ints:
+    """int32 [queries, kv_heads]: how many leading entries queries at `positions`, the newest tokens, may read."""
+    many = np.arange(len(positions), dtype=np.int32)
+    newest = view.counts[:, None] - len(positions) + many
+    if newest.min() >= 0 and bool((np.take_along_axis(view.positions, newest, 1) == positions).all()):
+        return newest.T + 1  # they come last in every head
+    return _passed(view.positions, positions, 0)
+
+
 def _first(held: Ints, positions: Ints, window: int | None) -> Ints | None:
     """int32 [queries, kv_heads]: how many leading entries, at ascending positions `held`, a window has passed."""
-    if window is None:
-        return None
-    gone = (held[None] >= 0) & (held[None] <= positions[:, None, None] - window)
-    passed: Ints = gone.sum(-1, dtype=np.int32)
+    return None if window is None else _passed(held, positions, window)
+
+
+def _passed(held: Ints, positions: Ints, by: int) -> Ints:
+    """int32 [queries, kv_heads]: entries that lie at least `by` positions before a query's own."""
+    passed: Ints = ((held[None] >= 0) & (held[None] <= positions[:, None, None] - by)).sum(-1, dtype=np.int32)
     return passed
 
 

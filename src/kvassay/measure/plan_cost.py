@@ -176,7 +176,8 @@ class _Synthetic:
         """What it does per later token."""
         if self.policy.writes_read:
             return self._read
-        return self._observe_and_decide if self.policy.decides_at(When.EVERY_STEP, When.EVERY_N) else None
+        late = When.EVERY_STEP, When.EVERY_N, When.ON_WRITE
+        return self._observe_and_decide if self.policy.decides_at(*late) else None
 
     def _summarize(self) -> None:
         size = self.shape.block_size

@@ -160,6 +160,11 @@ class Policy:
         """How many of the newest queries a view must offer: a recording holds that many, a stepwise lane keeps them."""
         return 0
 
+    @property
+    def fitted_as(self) -> str:
+        """Label of the policy whose artefact it uses: its own, of a twin its original's."""
+        return self.label
+
     # What a composition answers part by part (`kvassay.policy.compose`); a policy of one part needs none of these.
 
     @property
@@ -184,6 +189,21 @@ class Policy:
     def decides_at(self, *moments: When) -> bool:
         """Whether it edits the cache at any of these moments."""
         return self.writes_decide and bool(self.card.when & set(moments))
+
+    def quiet(self, length: int, generated: int) -> int:
+        """How many more tokens may come, in a cache of `length` tokens of which `generated` came after the context,
+        before it edits the cache again: so many known tokens are fed at once."""
+        if self.decides_at(When.EVERY_STEP) or not self.decides_at(When.EVERY_N):
+            return 0
+        return self.period - 1 - generated % self.period
+
+    @property
+    def period(self) -> int:
+        """The field `interval` of a policy that acts every n tokens; `PolicyError` if it has none of at least 1."""
+        interval = getattr(self, "interval", None)
+        if not isinstance(interval, int) or interval < 1:
+            raise PolicyError(f"policy '{self.card.name}' acts every n tokens and needs a field interval >= 1")
+        return interval
 
     @property
     def query_ring(self) -> int:

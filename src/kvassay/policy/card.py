@@ -26,6 +26,8 @@ class When(StrEnum):
     """When a policy is asked to decide or observe."""
 
     AFTER_PREFILL = "after_prefill"
+    ON_WRITE = "on_write"
+    """As a layer's new tokens are written, before any query reads them; for uncommitted tokens, when they settle."""
     EVERY_STEP = "every_step"
     EVERY_N = "every_n"
     """Every `interval` generated tokens; the policy has a field of that name."""

@@ -216,6 +216,11 @@ class Composed(Policy):
         """Whether a part does."""
         return any(part.decides_at(*moments) for part in self.parts)
 
+    def quiet(self, length: int, generated: int) -> int:
+        """Until the first part edits the cache again."""
+        late = [part for part in self.parts if part.decides_at(When.EVERY_STEP, When.EVERY_N)]
+        return min((part.quiet(length, generated) for part in late), default=0)
+
     @property
     def unrotates(self) -> bool:
         """Whether a part does."""

@@ -25,11 +25,14 @@ class Fp8(Policy):
         effects=frozenset({Effect.QUANTIZE}),
         source="vLLM's fp8_e4m3 KV cache with its default scale 1.0",
         summary="stores all keys and values in fp8 e4m3, new tokens included",
-        when=frozenset({When.AFTER_PREFILL, When.EVERY_STEP}),
+        when=frozenset({When.AFTER_PREFILL, When.ON_WRITE}),
         approximates=frozenset({Approximates.KEYS, Approximates.VALUES}),
         prefill=Prefill.OWN,
         budgets=frozenset(),
-        deviations=("forked from a dense prefill, only what comes after it reads fp8; an engine's prefill does too",),
+        deviations=(
+            "forked from a dense prefill, only what comes after it reads fp8; an engine's prefill does too, as does one of "
+            "its own, which an experiment may ask for (`own_prefill`)",
+        ),
     )
 
     def decide(self, cache: CacheView, scores: Mapping[int, Tensor], memory: Memory, budget: Allowance) -> Decision:

@@ -57,6 +57,11 @@ class Kivi(Policy):
         """How many tokens, from position 0, are encoded at that length: by total age, not by call."""
         return max(0, (length - self.residual) // self.group * self.group)
 
+    def quiet(self, length: int, generated: int) -> int:
+        """Until the last token of a group leaves the residual window."""
+        full = self.encoded_up_to(length) + self.group + self.residual
+        return full - length - 1
+
     def decide(self, cache: CacheView, scores: Mapping[int, Tensor], memory: Memory, budget: Allowance) -> Decision:
         """Encode whole groups that have left the residual window."""
         due = self.encoded_up_to(cache.length)

@@ -108,6 +108,7 @@ def _hooks(card: CardFacts) -> list[Need]:
     found = [Need(f"hook: {name}", what) for name, what in asked.items() if name in card.evidence]
     moments = {
         When.AFTER_PREFILL: "once per request, between prefill and the first decode step",
+        When.ON_WRITE: "as tokens are written, before they are read",
         When.EVERY_STEP: "in every decode step",
         When.EVERY_N: "every n decode steps",
         When.BLOCK_FULL: "whenever a block fills",

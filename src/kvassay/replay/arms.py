@@ -21,7 +21,7 @@ class Arm:
     protection: Protection = field(default_factory=Protection)
     prefill: Prefill = Prefill.SHARED_DENSE
     again: bool = False
-    """The same arm once more in another batch split: token by token, not in chunks (dense')."""
+    """The same arm once more in another batch split: in pieces that end with a block (dense')."""
 
     def __post_init__(self) -> None:
         card = self.policy.card

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,10 +72,17 @@ def view(
     )
 
 
-def cache_view(lane: Lane, meter: Meter, evidence: Evidences, moment: When = When.AFTER_PREFILL) -> CacheView:
-    """All layers in the policy's scope."""
-    layers = {index: view(lane, index, meter, evidence) for index in sorted(lane.scope)}
-    return CacheView(layers, lane.length, lane.allowance.context, moment)
+def cache_view(
+    lane: Lane,
+    meter: Meter,
+    evidence: Evidences,
+    moment: When = When.AFTER_PREFILL,
+    layers: Collection[int] | None = None,
+) -> CacheView:
+    """All layers in the policy's scope, or those of them that are named."""
+    wanted = lane.scope if layers is None else lane.scope.intersection(layers)
+    shown = {index: view(lane, index, meter, evidence) for index in sorted(wanted)}
+    return CacheView(shown, lane.length, lane.allowance.context, moment)
 
 
 @dataclass(frozen=True)
@@ -92,17 +99,24 @@ Known = dict[Hashable, Scored]
 """Scores by policy and protection: arms that differ in budget alone score the same cache alike."""
 
 
-def decide(lane: Lane, evidence: Evidences, known: Known | None = None, moment: When = When.AFTER_PREFILL) -> Reclaimed:
+def decide(
+    lane: Lane,
+    evidence: Evidences,
+    known: Known | None = None,
+    moment: When = When.AFTER_PREFILL,
+    layers: Collection[int] | None = None,
+) -> Reclaimed:
     """Score, decide and apply once; the time and the bytes touched are charged to the lane.
 
     known: scores that other arms got from the very same cache and evidence, to be used and added to. Whoever
         uses them is charged what they cost.
+    layers: those that are shown, if not all in the policy's scope
     Raises `IllegalEdit` while the lane has uncommitted tokens.
     """
     lane.refuse_uncommitted("edited")
     start = time.perf_counter()
     meter = Meter(lane.cache.layout.element_bytes)
-    cache = cache_view(lane, meter, evidence, moment)
+    cache = cache_view(lane, meter, evidence, moment, layers)
     decision = Decision()
     if not lane.policy.spares(lane.allowance, cache.length):
         scores = _scores(lane, cache, meter, known)
@@ -183,7 +197,13 @@ def due(lane: Lane, moment: When, tokens: int = 1) -> bool:
     """Whether the lane's policy edits the cache at this moment, its last `tokens` tokens having come in together."""
     if not lane.policy.decides_at(moment):
         return False
-    return moment is not When.EVERY_N or lane.generated % _interval(lane) < tokens
+    return moment is not When.EVERY_N or lane.generated % lane.policy.period < tokens
+
+
+def written(lane: Lane, layers: Collection[int]) -> None:
+    """Let the policy act on what has just been written into some layers, if it is one that does."""
+    if not lane.uncommitted and due(lane, When.ON_WRITE) and not lane.scope.isdisjoint(layers):
+        decide(lane, Evidences(), moment=When.ON_WRITE, layers=layers)
 
 
 def summarize(lane: Lane) -> None:
@@ -268,13 +288,6 @@ def seen(lane: Lane, index: int, data: Stored, positions: Tensor, chosen: ReadSe
     layout = lane.cache.layout
     window = layout.source(index).window
     return readset.seen(data, positions, layout.layers[index].q_heads, window=window, chosen=chosen)
-
-
-def _interval(lane: Lane) -> int:
-    interval = getattr(lane.policy, "interval", None)
-    if not isinstance(interval, int) or interval < 1:
-        raise PolicyError(f"policy '{lane.policy.card.name}' acts every n tokens and needs a field interval >= 1")
-    return interval
 
 
 def _summary(lane: Lane, layer: int, done: int, full: int, size: int) -> Mapping[str, Tensor]:

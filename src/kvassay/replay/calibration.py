@@ -32,7 +32,7 @@ SHARED_RUN = 64
 
 Ids = NDArray[np.signedinteger[Any]]
 Fits = dict[tuple[str, str], Artefact]
-"""By the policy's label and the digest of the calibration trace, which covers model and text."""
+"""By what a policy is fitted as, and the digest of the calibration trace, which covers model and text."""
 
 _KEPT: ContextVar[Fits | None] = ContextVar("kvassay_fits", default=None)
 
@@ -124,7 +124,7 @@ class TraceCalibration:
 def fit_offline(
     policies: Sequence[Policy], trace: Trace, calibration: Trace | None, model: Any = None
 ) -> dict[str, Artefact]:
-    """Fit every policy that learns offline, once each; returns the artefacts by the policy's label.
+    """Fit every policy that learns offline, once each, a twin with its original; returns the artefacts by label.
 
     model: the transformers model both were recorded from, where there is one
     What an enclosing `fitting_once` has seen before is not fitted again.
@@ -141,11 +141,12 @@ def fit_offline(
     check_disjoint(trace, calibration)
     kept = _KEPT.get()
     fits: Fits = {} if kept is None else kept
+    keys = {label: (policy.fitted_as, calibration.digest) for label, policy in offline.items()}
     for label, policy in offline.items():
-        if (label, calibration.digest) not in fits:
+        if keys[label] not in fits:
             with answering(policy, "fit"):
-                fits[label, calibration.digest] = policy.fit(TraceCalibration(calibration, policy, model))
-    return {label: fits[label, calibration.digest] for label in offline}
+                fits[keys[label]] = policy.fit(TraceCalibration(calibration, policy, model))
+    return {label: fits[key] for label, key in keys.items()}
 
 
 def check_disjoint(trace: Trace, calibration: Trace) -> None:

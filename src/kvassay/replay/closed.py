@@ -169,7 +169,7 @@ class Replay:
     def _own_prefill(self, lane: Lane) -> None:
         """Prefill with the policy in the loop, chunk by chunk: what it encodes is what later chunks read."""
         ids = self.trace.prefix.token_ids.tolist()
-        size = self.trace.header.prefill_chunk
+        size = min(self.trace.header.prefill_chunk, lane.written_together)
         encodes = bool(lane.policy.card.effects & ENCODING) and asking.due(lane, When.AFTER_PREFILL)
         for first in range(0, len(ids), size):
             with self.engine.inputs_kept(lane) as rows:

@@ -134,6 +134,7 @@ class Engine:
         for layer, queries in list(lane.queries.items()):
             lane.queries[layer] = queries.before(lane.length).last(lane.keep_queries)
         if ids:
+            asking.written(lane, lane.scope)
             self._settle(lane, ids, hidden)
 
     def _settle(self, lane: Lane, ids: Sequence[int], hidden: dict[int, Tensor]) -> None:
@@ -238,7 +239,7 @@ class _Step:
     def _beside_entries(self, layer: Layer, q: Tensor, k: Tensor, sinks: Tensor | None) -> Tensor:
         """Attention of the one lane over its window and k's entries: k [1, 1, tokens + entries, dim], tokens first."""
         (lane,), tokens = self.lanes, q.shape[2]
-        self.cache.write(layer.index, self.seqs, k[:, :, :tokens], k[:, :, :tokens])
+        self._write(layer.index, k[:, :, :tokens], k[:, :, :tokens])
         data = self.cache.stored(lane.seq, layer.index, tokens)
         seen = asking.seen(lane, layer.index, data, self.positions[0], None)
         scanned = scanned_bytes(self.cache.layout, layer.index, self.positions[0], None)
@@ -247,6 +248,12 @@ class _Step:
         both = beside(layer, data, seen, k[0, 0, tokens:], self.positions[0], self.entries.get(layer.index))
         lane.traffic.charge(layer, both.elements * self.cache.layout.element_bytes)
         return attend(q[0], both.data, both.seen, scale=layer.scale, softcap=layer.softcap, sinks=sinks)[None]
+
+    def _write(self, index: int, k: Tensor, v: Tensor) -> None:
+        """Write the pass's k, v [lanes, kv_heads, tokens, dim] of a layer; policies may act on them at once."""
+        self.cache.write(index, self.seqs, k, v)
+        for lane in self.lanes:
+            asking.written(lane, [index])
 
     def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """Attention of one layer: q [lanes, q_heads, tokens, k_dim]; returns [lanes, q_heads, tokens, v_dim]."""
@@ -257,7 +264,7 @@ class _Step:
                 f"layer {index} attends with {q.shape[2]} queries in a chunk of {self.positions.shape[1]} tokens"
             )
         if layer.cache_of is None:
-            self.cache.write(index, self.seqs, k, v)
+            self._write(index, k, v)
         near = q.cpu() if any(map(_looks_at_queries, self.lanes)) else q
         out = q.new_empty(*q.shape[:3], v.shape[-1])
         in_place: dict[int, LaneRead] = {}

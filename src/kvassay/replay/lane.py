@@ -65,6 +65,7 @@ class Traffic:
 
 
 LEAST_QUERIES = 64
+ANY_NUMBER = 1 << 40
 
 
 class Mark(NamedTuple):
@@ -162,14 +163,29 @@ class Lane:
     def takes(self, tokens: int) -> int:
         """How many of so many known tokens it may be fed at once, as if they came one by one.
 
-        A policy that only selects, each query for itself, is asked for all of them up to the end of a block: what it
-        reads of full blocks is the same until then.
+        A policy that selects, each query for itself, is asked for all of them up to the end of a block: what it reads
+        of full blocks is the same until then. One that edits the cache while decoding takes what comes until it does,
+        and then the token after which it acts: what it held before is its peak.
         """
         if not self.stepwise:
-            return tokens
-        if not self.policy.reads_together or self.deciding or self.policy.writes_observe or self.arm.again:
-            return min(1, tokens)
-        return min(tokens, *(group.block_size - self.length % group.block_size for group in self.cache.ledger.groups))
+            return min(tokens, self.written_together)
+        policy = self.policy
+        alone = policy.writes_observe or self.reuse is not None or (policy.writes_read and not policy.reads_together)
+        limits = [1 if alone else tokens, self.written_together]
+        if self.deciding:
+            limits.append(max(1, policy.quiet(self.length, self.generated)))
+        if policy.writes_read or policy.writes_summarize or self.arm.again:
+            limits += [group.block_size - self.length % group.block_size for group in self.cache.ledger.groups]
+        return min(tokens, *limits)
+
+    @property
+    def written_together(self) -> int:
+        """How many tokens may be written at once: a policy that acts on what is written is shown what the newest token
+        can see, which must be all of them."""
+        windows = [self.cache.layout.layers[index].window for index in self.scope]
+        if not self.policy.decides_at(When.ON_WRITE):
+            return ANY_NUMBER
+        return min((window for window in windows if window is not None), default=ANY_NUMBER)
 
     @property
     def deciding(self) -> bool:

@@ -245,6 +245,7 @@ class _OpenLoop:
             stage.append(dense, branch, first, count)
             stage.append(lane.seq, branch, first, count, lane.reuse)
             lane.reuse = None
+            asking.written(lane, [stage.layer])
             for reader, deviation in found.items():
                 self._compare(stage, lane, dense, BranchQueries.of(branch, reader, first, count), deviation)
             asking.summarize(lane)

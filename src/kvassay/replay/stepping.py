@@ -78,7 +78,7 @@ def policy_seconds(engine: Engine, lane: Lane, recorded: Recorded) -> float:
     what the cache does to carry that out, as implemented here. Choosing what to read is not among it. The lane itself
     is left as it is.
     """
-    if not lane.stepwise:
+    if not (lane.stepwise or lane.policy.decides_at(When.ON_WRITE)):
         return 0.0
     fork, whole = lane.fork(), _whole(lane)
     before, start = fork.seconds, time.perf_counter()
@@ -102,8 +102,8 @@ def policy_seconds(engine: Engine, lane: Lane, recorded: Recorded) -> float:
 
 def _whole(lane: Lane) -> int:
     """Tokens after which everything that comes every n tokens or with a full block has come equally often."""
-    interval = getattr(lane.policy, "interval", 1) if lane.policy.decides_at(When.EVERY_N) else 1
-    return lcm(int(interval), max(group.block_size for group in lane.cache.ledger.groups))
+    period = lane.policy.period if lane.policy.decides_at(When.EVERY_N) else 1
+    return lcm(period, max(group.block_size for group in lane.cache.ledger.groups))
 
 
 def _note_queries(lane: Lane, recorded: Recorded, at: int) -> None:
