@@ -30,8 +30,8 @@ class Fp8(Policy):
         prefill=Prefill.OWN,
         budgets=frozenset(),
         deviations=(
-            "forked from a dense prefill, only what comes after it reads fp8; an engine's prefill does too, as does one of "
-            "its own, which an experiment may ask for (`own_prefill`)",
+            "forked from a dense prefill, only what comes after it reads fp8; an engine's prefill does too, as does "
+            "a prefill of its own, which an experiment may ask for (`own_prefill`)",
         ),
     )
 
