@@ -52,11 +52,14 @@ study-vllm: vllm-setup ## The study's traces through vLLM: the same recipes, the
 	  $(VLLM)/bin/kvassay trace reproduce $$recipe --engine vllm || exit; \
 	done
 
+# Tests by file over processes of one thread each, and fewer of them where a model is in each.
+SPREAD := --dist loadfile -n auto --maxprocesses
+
 test: $(READY) ## Fast tests: no model is needed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SPREAD) 8
 
 test-slow: $(READY) ## Tests that take tens of seconds or need an embedded model
-	$(BIN)/python -m pytest -m "slow and not vllm and not gpu and not browser and not lm_eval"
+	$(BIN)/python -m pytest $(SPREAD) 2 -m "slow and not vllm and not gpu and not browser and not lm_eval"
 
 test-all: test test-slow ## Both; vllm, lm-eval and browser have targets of their own
 

@@ -23,7 +23,7 @@ SNAPKV = "snapkv(window=16) keep=0.25"
 def test_an_arm_of_a_run(tmp_path: Path) -> None:
     """The run's 64 of 128 blocks by compaction; bytes 0.125 in scope; reads 225 of 900 KiB, nothing outside scope."""
     make_run(tmp_path / "run")
-    (found,) = load_footprints(tmp_path / "run", "slot_reuse", [SNAPKV])
+    (found,) = load_footprints([tmp_path / "run"], "slot_reuse", [SNAPKV])
     assert found == Footprint(
         arm=SNAPKV,
         mode="slot_reuse",
@@ -41,9 +41,9 @@ def test_an_arm_of_a_run(tmp_path: Path) -> None:
 
 def test_modes_differ_and_only_some_write(tmp_path: Path) -> None:
     make_run(tmp_path / "run")
-    whole = load_footprints(tmp_path / "run", "whole_block", [SNAPKV])[0]
+    whole = load_footprints([tmp_path / "run"], "whole_block", [SNAPKV])[0]
     assert (whole.freed_fraction, whole.writes) == (3 / 128, False)
-    fp8 = load_footprints(tmp_path / "run", "whole_block", ["fp8"])[0]
+    fp8 = load_footprints([tmp_path / "run"], "whole_block", ["fp8"])[0]
     assert (fp8.freed_fraction, fp8.writes) == (0.0, True), "codes are written where keys and values were"
 
 
@@ -57,20 +57,20 @@ def test_what_windows_read_is_not_the_arm_s(tmp_path: Path) -> None:
     ]
     labels = {"model": "tiny-model", "trace_set": "kv_short 2k"}
     write_cells([(labels, aggregate(rows).cells)], tmp_path / "run" / CELLS)
-    (found,) = load_footprints(tmp_path / "run")
+    (found,) = load_footprints([tmp_path / "run"])
     assert (found.read_fraction, found.scan_fraction) == (0.5, 0.25)
 
 
 def test_the_timing_can_be_set(tmp_path: Path) -> None:
     make_run(tmp_path / "run")
-    found = load_footprints(tmp_path / "run", arms=["fp8"], timing="from_start")[0]
+    found = load_footprints([tmp_path / "run"], arms=["fp8"], timing="from_start")[0]
     assert (found.timing, found.edits) == ("from_start", False)
 
 
 def test_references_are_left_out_unless_named(tmp_path: Path) -> None:
     make_run(tmp_path / "run")
-    assert [found.arm for found in load_footprints(tmp_path / "run")] == ["fp8", SNAPKV, "kivi"]
-    assert len(load_footprints(tmp_path / "run", arms=["hindsight keep=0.25"])) == 1
+    assert [found.arm for found in load_footprints([tmp_path / "run"])] == ["fp8", SNAPKV, "kivi"]
+    assert len(load_footprints([tmp_path / "run"], arms=["hindsight keep=0.25"])) == 1
 
 
 def test_what_compresses_generated_tokens_alone_is_stated_not_read_off(tmp_path: Path) -> None:
@@ -81,29 +81,41 @@ def test_what_compresses_generated_tokens_alone_is_stated_not_read_off(tmp_path:
         if arm["label"] == "kivi":
             arm.update(effects=["evict"], when=["every_n"])
     manifest.write_text(json.dumps(data))
-    assert "kivi" not in [found.arm for found in load_footprints(tmp_path / "run")]
+    assert "kivi" not in [found.arm for found in load_footprints([tmp_path / "run"])]
     with pytest.raises(ExperimentError, match="kivi acts on generated tokens alone"):
-        load_footprints(tmp_path / "run", arms=["kivi"])
+        load_footprints([tmp_path / "run"], arms=["kivi"])
     path = tmp_path / "kara.toml"
     path.write_text('[[footprint]]\narm = "kara"\ntiming = "every_n"\ninterval = 256\nfreed_fraction = 0.5\n')
-    assert load_footprints(path)[0].windows
+    assert load_footprints([path])[0].windows
     path.write_text('[[footprint]]\narm = "kara"\ntiming = "every_n"\nfreed_fraction = 0.5\n')
     with pytest.raises(ExperimentError, match="every_n needs one"):
-        load_footprints(path)
+        load_footprints([path])
 
 
 def test_unknown_arms_and_sets_are_named(tmp_path: Path) -> None:
     make_run(tmp_path / "run")
     with pytest.raises(ExperimentError, match=r"no arm 'fp9' .*did you mean 'fp8'"):
-        load_footprints(tmp_path / "run", arms=["fp9"])
+        load_footprints([tmp_path / "run"], arms=["fp9"])
     with pytest.raises(ExperimentError, match=r"no trace set 'kv_short 4k' .*did you mean 'kv_short 2k'"):
-        load_footprints(tmp_path / "run", trace_set="kv_short 4k")
+        load_footprints([tmp_path / "run"], trace_set="kv_short 4k")
+
+
+def test_of_several_sources_the_first_that_has_an_arm_gives_it(tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    path = tmp_path / "mine.toml"
+    path.write_text('[[footprint]]\narm = "fp8"\n[[footprint]]\narm = "half"\nfreed_fraction = 0.5\n')
+    sources, wanted = [path, tmp_path / "run"], ["half", SNAPKV, "fp8"]
+    found = {one.arm: one.how for one in load_footprints(sources, arms=wanted)}
+    assert found == {"fp8": "assumed", "half": "assumed", SNAPKV: "measured"}
+    assert load_footprints(sources[::-1], arms=["fp8"])[0].how == "measured"
+    with pytest.raises(ExperimentError, match=r"mine\.toml, .*run: no arm 'halves' .*did you mean 'half'"):
+        load_footprints(sources, arms=["halves"])
 
 
 def test_stated_footprints_are_assumed(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('[[footprint]]\narm = "half"\nfreed_fraction = 0.5\ntiming = "from_start"\nwrites = true\n')
-    (found,) = load_footprints(path)
+    (found,) = load_footprints([path])
     assert (found.arm, found.how, found.freed_fraction, found.timing, found.writes) == (
         "half",
         "assumed",
@@ -121,6 +133,7 @@ def test_stated_footprints_are_assumed(tmp_path: Path) -> None:
         ('[[footprint]]\narm = "a"\nwrites = 1\n', r"footprint 1: writes = 1 is no bool"),
         ('[[footprint]]\narm = "a"\ntiming = "late"\n', r"footprint 1: timing = 'late'"),
         ('[[footprint]]\narm = "a"\nfreed_fraction = 1\n', r"footprint 1: a: freed_fraction is 1"),
+        ('[[footprint]]\narm = "a"\n[[footprint]]\narm = "a"\n', r"mine\.toml: arm 'a' is stated twice"),
         ('[footprint]\narm = "a"\n', r"holds \[\[footprint\]\] tables and nothing else"),
         ("[[", r"cannot be read"),
     ],
@@ -129,7 +142,7 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(text)
     with pytest.raises(ExperimentError, match=says):
-        load_footprints(path)
+        load_footprints([path])
 
 
 def test_step_times_of_a_file(tmp_path: Path) -> None:
@@ -149,5 +162,5 @@ def test_correctness_is_unknown_where_nothing_was_generated(tmp_path: Path) -> N
     labels = {"model": "tiny-model", "trace_set": "kv_short 2k"}
     cells = aggregate([row("dense", **SILENT), row("fp8", **SILENT)]).cells
     write_cells([(labels, cells)], tmp_path / "run" / CELLS)
-    (found,) = load_footprints(tmp_path / "run")
+    (found,) = load_footprints([tmp_path / "run"])
     assert (found.correct, found.dense_correct) == (None, None)

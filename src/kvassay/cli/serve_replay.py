@@ -105,7 +105,7 @@ def serve_replay(
         speedup=speedup,
         count=count,
     )
-    found = [one for source in sources for one in load_footprints(source, mode, arms, trace_set, timing)]
+    found = load_footprints(sources, mode, arms, trace_set, timing)
     comparison = compare(open_requests(requests), setting, found)
     if as_json:
         about = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -21,14 +22,15 @@ WRITING: tuple[Mode, ...] = ("slot_reuse", "compaction")
 
 
 def load_footprints(
-    source: str | Path,
+    sources: Sequence[str | Path],
     mode: Mode = "whole_block",
     arms: Sequence[str] = (),
     trace_set: str | None = None,
     timing: Timing | None = None,
 ) -> list[Footprint]:
-    """The footprints of a run folder's arms, or of a TOML file's `[[footprint]]` tables.
+    """The footprints of run folders' arms, and of TOML files' `[[footprint]]` tables.
 
+    sources: the first that has an arm gives it
     arms: labels to take; of a run, by default all but dense, the references, which no engine can run, and what acts on
         generated tokens alone: a run counts the blocks that its contexts free, so those are stated in a file.
     trace_set: which of a run's trace sets; by default the one with the longest contexts.
@@ -38,12 +40,16 @@ def load_footprints(
     Raises:
         ExperimentError: an unknown file, arm, set or key.
     """
-    path = Path(source)
-    found = _stated(path) if path.suffix == ".toml" else _measured(Results.open(path), mode, arms, trace_set)
+    found: dict[str, Footprint] = {}
+    for path in map(Path, sources):
+        stated = path.suffix == ".toml"
+        for one in _stated(path) if stated else _measured(Results.open(path), mode, arms, trace_set):
+            found.setdefault(one.arm, one)
     for label in arms:
-        if label not in [footprint.arm for footprint in found]:
-            raise ExperimentError(f"{path}: no arm '{label}'{did_you_mean(label, [f.arm for f in found])}")
-    wanted = [footprint for footprint in found if not arms or footprint.arm in arms]
+        if label not in found:
+            places = ", ".join(map(str, sources))
+            raise ExperimentError(f"{places}: no arm '{label}'{did_you_mean(label, found)}")
+    wanted = [footprint for footprint in found.values() if not arms or footprint.arm in arms]
     return wanted if timing is None else [replace(footprint, timing=timing) for footprint in wanted]
 
 
@@ -136,7 +142,10 @@ def _stated(path: Path) -> list[Footprint]:
     tables = data.get("footprint")
     if not isinstance(tables, list) or set(data) != {"footprint"}:
         raise ExperimentError(f"{path}: holds [[footprint]] tables and nothing else, not {sorted(data)}")
-    return [_one(f"{path}: footprint {number}", table) for number, table in enumerate(tables, 1)]
+    found = [_one(f"{path}: footprint {number}", table) for number, table in enumerate(tables, 1)]
+    if twice := [arm for arm, times in Counter(one.arm for one in found).items() if times > 1]:
+        raise ExperimentError(f"{path}: arm '{twice[0]}' is stated twice; give each its own name")
+    return found
 
 
 def _toml(path: Path) -> dict[str, Any]:
