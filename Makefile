@@ -1,4 +1,4 @@
-# make setup | demo | study | study-vllm | test | test-slow | test-all | lint | types | check | vs-kvpress | kvpress-parity | locks-parity | lm-eval | gpu-interpreted | browser | vllm | clean
+# make setup | demo | study | study-vllm | study-serving | test | test-slow | test-all | lint | types | check | vs-kvpress | kvpress-parity | locks-parity | lm-eval | gpu-interpreted | browser | vllm | clean
 # Everything runs in .venv, which is made on first use. PYTHON=... chooses the interpreter (3.11 or later).
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -19,7 +19,7 @@ VLLM_READY := $(VLLM)/.kvassay-ready
 VLLM_CORE_READY := $(VLLM)/core-$(VLLM_CORE)/.kvassay-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo study study-vllm test test-slow test-all lint types check vs-kvpress locks-parity locks-setup lm-eval lm-eval-setup gpu-setup gpu-interpreted browser vllm vllm-setup clean
+.PHONY: help setup demo study study-vllm study-serving test test-slow test-all lint types check vs-kvpress locks-parity locks-setup lm-eval lm-eval-setup gpu-setup gpu-interpreted browser vllm vllm-setup clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -54,6 +54,19 @@ study-vllm: vllm-setup ## The study's traces through vLLM: the same recipes, the
 
 # Tests by file over processes of one thread each, and fewer of them where a model is in each.
 SPREAD := --dist loadfile -n auto --maxprocesses
+
+# Mooncake's conversation trace (github.com/kvcache-ai/Mooncake, FAST25-release/traces), slowed until dense just cannot.
+REQUESTS ?= conversation_trace.jsonl
+SERVED := --model granite-4.1-8b --parameters 8e9 --hardware h200 --pool-bytes 100GiB --speedup 0.4 --count 3000 \
+  --ttft 10 --tpot 0.1 $(foreach run,locks exact transforming,--footprint $(STUDY)/results/$(run)) \
+  --arm "locks read=0.25" --arm "snapkv keep=0.25" --arm "paged-eviction keep=0.25" --arm fp8 --arm int8 \
+  --arm "rdkv bytes=0.5" --arm "selkv keep=0.5" --arm "dynacalkv(ceiling=elements)"
+study-serving: $(READY) ## Serve a request trace (REQUESTS=FILE) under the footprints that the study has published
+	mkdir -p $(STUDY)/results/serving
+	for mode in whole_block compaction; do \
+	  $(BIN)/kvassay serve-replay $(REQUESTS) $(SERVED) --mode $$mode --json \
+	    > $(STUDY)/results/serving/$$mode.json || exit; \
+	done
 
 test: $(READY) ## Fast tests: no model is needed
 	$(BIN)/python -m pytest $(SPREAD) 8

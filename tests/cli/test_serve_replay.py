@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from dataclasses import fields
@@ -39,6 +40,8 @@ def test_json_by_hand(arguments: list[str]) -> None:
     """
     data = json.loads(CliRunner().invoke(cli, [*arguments, "--json"]).output)
     assert data["parameters_how"] == "estimated from the layout"
+    assert data["requests_sha256"] == hashlib.sha256(Path(arguments[1]).read_bytes()).hexdigest()
+    assert data["count"] is None
     dense, half = data["results"]
     assert (dense["pool_blocks"], dense["peak_requests"], dense["seconds"]) == (4, 3, 20.0)
     assert (dense["hit_tokens"], dense["prompt_tokens"], dense["hit_rate"]) == (5 * 512, 6000, 5 * 512 / 6000)

@@ -86,6 +86,7 @@ def serve_replay(
     from kvassay.replay.serving.serve import Setting, compare
     from kvassay.report.serving import serving_data, serving_tables
     from kvassay.report.table import console_for
+    from kvassay.trace.files import sha256_file
     from kvassay.trace.requests.formats import open_requests
 
     if mode not in MODES:
@@ -110,6 +111,8 @@ def serve_replay(
     if as_json:
         about = {
             "requests": str(requests),
+            "requests_sha256": sha256_file(requests),
+            "count": count,
             "model": model,
             "pool_bytes": pool_bytes,
             "hardware": hardware,
