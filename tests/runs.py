@@ -36,7 +36,7 @@ ARMS = (
     arm("dense"),
     arm("dense'"),
     arm("hindsight keep=0.25", reference=True),
-    arm("fp8", exact=False),
+    arm("fp8", exact=False, when=("after_prefill", "on_write")),
     arm("snapkv(window=16) keep=0.25", always=False, deviations=("keeps its rotation",)),
     arm("kivi", exact=False, always=False),
 )

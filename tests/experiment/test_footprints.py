@@ -61,10 +61,13 @@ def test_what_windows_read_is_not_the_arm_s(tmp_path: Path) -> None:
     assert (found.read_fraction, found.scan_fraction) == (0.5, 0.25)
 
 
-def test_the_timing_can_be_set(tmp_path: Path) -> None:
+def test_what_acts_on_what_is_written_is_smaller_from_the_start_unless_told_otherwise(tmp_path: Path) -> None:
     make_run(tmp_path / "run")
-    found = load_footprints([tmp_path / "run"], arms=["fp8"], timing="from_start")[0]
+    (found,) = load_footprints([tmp_path / "run"], arms=["fp8"])
     assert (found.timing, found.edits) == ("from_start", False)
+    (found,) = load_footprints([tmp_path / "run"], arms=["fp8"], timing="after_prefill")
+    assert (found.timing, found.edits) == ("after_prefill", True)
+    assert load_footprints([tmp_path / "run"], arms=[SNAPKV])[0].timing == "after_prefill"
 
 
 def test_references_are_left_out_unless_named(tmp_path: Path) -> None:

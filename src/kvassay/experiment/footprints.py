@@ -14,6 +14,7 @@ from kvassay.errors import CacheError, ExperimentError, did_you_mean
 from kvassay.experiment.arminfo import ArmInfo
 from kvassay.experiment.results import Results, SetResult
 from kvassay.measure.aggregate import DENSE, Cell
+from kvassay.policy.card import When
 from kvassay.replay.serving.cost import TableTimes
 from kvassay.replay.serving.footprint import Footprint, Timing
 
@@ -34,8 +35,8 @@ def load_footprints(
     arms: labels to take; of a run, by default all but dense, the references, which no engine can run, and what acts on
         generated tokens alone: a run counts the blocks that its contexts free, so those are stated in a file.
     trace_set: which of a run's trace sets; by default the one with the longest contexts.
-    timing: when an arm's bytes shrink, in place of what the run or file says: a run measures most arms after a dense
-        prefill, whereas an engine stores an fp8 cache as fp8 from the first token on.
+    timing: when an arm's bytes shrink, in place of what the file says, or of what the arm is: from the first token on
+        if it prefills by itself or acts on what is written (fp8), whatever prefill the run measured it after.
 
     Raises:
         ExperimentError: an unknown file, arm, set or key.
@@ -109,7 +110,7 @@ def _footprint(results: Results, found: SetResult, cell: Cell, dense: Cell, mode
         mode=mode,
         how="measured",
         source=f"{results.path.name}: {found.model}, {found.label}, {found.length} tokens, {cell.samples} questions",
-        timing="from_start" if info.own_prefill else "after_prefill",
+        timing="from_start" if info.own_prefill or When.ON_WRITE in info.when else "after_prefill",
         selected_fraction=cell.amounts["selected_tokens"] / dense.amounts["selected_tokens"],
         retained_fraction=cell.amounts["retained_fraction_scope"],
         freed_fraction=min(max(freed / blocks, 0.0), 1 - 1 / max(blocks, 2)) if blocks else 0.0,

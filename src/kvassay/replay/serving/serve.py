@@ -69,7 +69,8 @@ def serve(trace: RequestFile, setting: Setting, footprint: Footprint) -> Serving
     if footprint.timing == "from_start" and footprint.freed_fraction and geometry.windowed:
         raise CacheError(
             f"{footprint.arm}: is smaller from the first token on, but only in groups that no window bounds; blocks of "
-            "one pool must be equal, so this cannot be modelled for a model with windows"
+            "one pool must be equal, so this cannot be modelled for a model with windows; --timing after_prefill "
+            "has it shrink when its prefill ends"
         )
     num_blocks = geometry.pool_blocks(setting.pool_bytes, footprint.block_scale)
     backend = _BACKENDS[setting.backend](geometry, num_blocks, footprint.edits or footprint.windows)
