@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+import shutil
 import tomllib
 from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from kvassay.cli.main import cli
 from kvassay.experiment.plan import make_plan
 from kvassay.experiment.schema import parse_experiment
 from kvassay.gate.schema import parse_gate
+from kvassay.measure.verdict import load_judgement
+from kvassay.record.fetch import fetch
 from tests.pages import PAGES, ROOT, Page
 
 TUTORIAL = Page(ROOT / "docs" / "judge-your-own-policy.md")
@@ -86,3 +90,26 @@ def test_the_tutorials_files_fit_together(tmp_path: Path) -> None:
     assert {item.workload.name for item in plan.trace_sets} == set(wanted.roles.promote)
     assert all(item.workload.contexts == wanted.samples.contexts for item in plan.trace_sets)
     assert all(item.workload.questions == wanted.samples.questions for item in plan.trace_sets)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_tutorial_ends_in_a_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its commands one after the other, but for the whole run, as a newcomer would give them."""
+    fetch("smollm2-135m")
+    tutorial_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    said = {}
+    for words in TUTORIAL.commands:
+        whole_run = words[0] == "run" and "--contexts" not in words
+        if whole_run:
+            continue
+        if words[0] == "compare":
+            shutil.copytree("runs/mine", "runs/mine-2")
+        done = CliRunner().invoke(cli, words, catch_exceptions=False)
+        assert done.exit_code == 0, (words, done.output)
+        said[" ".join(words)] = done.output
+    assert "23 contexts would do" in said["gate declare gate.toml"]
+    whole = [verdict for verdict in load_judgement("runs/mine").verdicts if not verdict.trace_set]  # type: ignore[union-attr]
+    assert {verdict.outcome for verdict in whole} == {"reject"}  # half of the tokens by value norm, or the other half
+    assert Path("runs/mine/report.html").is_file()

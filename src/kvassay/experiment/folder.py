@@ -60,6 +60,7 @@ class RunFolder:
         self.units = self.path / "units"
         self.speculation = self.path / "speculation"
         self.long_rows = self.path / "long"
+        self.fits = self.path / "fits"
 
     def unit(self, key: str) -> Path:
         """File of a finished unit."""
@@ -96,7 +97,7 @@ class RunFolder:
 
     def _clean(self) -> None:
         # Trace recordings grow in hidden siblings of their final folder; both kinds begin with a dot.
-        for folder in (self.path, self.units, self.traces, self.speculation, self.long_rows):
+        for folder in (self.path, self.units, self.traces, self.speculation, self.long_rows, self.fits):
             for left in folder.glob(".*"):
                 if left.name == ".lock":
                     continue

@@ -18,6 +18,7 @@ from kvassay.experiment.arms import describe_arms
 from kvassay.experiment.checking import opening_of
 from kvassay.experiment.collect import collect
 from kvassay.experiment.drafters import draft_models
+from kvassay.experiment.fits import KeptFits
 from kvassay.experiment.folder import MANIFEST, RESOLVED, RunFolder
 from kvassay.experiment.memory import memory_plan
 from kvassay.experiment.plan import Plan, Unit, check_imports, short_model
@@ -68,7 +69,7 @@ def run(
     for need in memory_plan(plan, jobs):
         hears.note(need.line)
         need.check()
-    with folder.locked(), fitting_once():
+    with folder.locked(), fitting_once(KeptFits(folder, plan.code)):
         earlier = _earlier(folder, plan)
         manifest = _begun(plan, jobs, earlier)
         for line in replaced_lines(folder, earlier, plan):

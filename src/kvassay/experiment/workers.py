@@ -120,14 +120,15 @@ def _begin(start: _Start) -> None:
     import numba
     import torch
 
+    from kvassay.experiment.fits import KeptFits
     from kvassay.replay.calibration import fitting_once
 
     threading.Thread(target=_end_with, args=(start.parent,), daemon=True).start()
     torch.set_num_threads(start.threads)
     numba.set_num_threads(min(start.threads, numba.config.NUMBA_NUM_THREADS))
-    fits = ExitStack()
-    fits.enter_context(fitting_once())
-    _WORKER.append(_Worker(start, make_plan(start.experiment, start.source, start.base), fits))
+    plan, fits = make_plan(start.experiment, start.source, start.base), ExitStack()
+    fits.enter_context(fitting_once(KeptFits(RunFolder(start.folder), plan.code)))
+    _WORKER.append(_Worker(start, plan, fits))
 
 
 def _end_with(parent: int) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,16 +32,31 @@ SHARED_RUN = 64
 """Tokens in a row that two texts may not share: longer than a chat template's opening or an instruction."""
 
 Ids = NDArray[np.signedinteger[Any]]
-Fits = dict[tuple[str, str], Artefact]
-"""By what a policy is fitted as, and the digest of the calibration trace, which covers model and text."""
+FitKey = tuple[str, str]
+"""What a policy is fitted as, and the digest of the calibration trace, which covers model and text."""
+
+
+class Fits:
+    """What has been learnt, in memory."""
+
+    def __init__(self) -> None:
+        self._known: dict[FitKey, Artefact] = {}
+
+    def learnt(self, key: FitKey, fit: Callable[[], Artefact]) -> Artefact:
+        """The artefact of a key, fitted now if it is not known yet."""
+        if key not in self._known:
+            self._known[key] = fit()
+        return self._known[key]
+
 
 _KEPT: ContextVar[Fits | None] = ContextVar("kvassay_fits", default=None)
 
 
 @contextmanager
-def fitting_once() -> Iterator[None]:
-    """Within the block, a policy is fitted once per calibration trace, however many traces are replayed."""
-    token = _KEPT.set({})
+def fitting_once(fits: Fits | None = None) -> Iterator[None]:
+    """Within the block, a policy is fitted once per calibration trace, however many traces are replayed; `fits` may
+    know some already."""
+    token = _KEPT.set(fits or Fits())
     try:
         yield
     finally:
@@ -139,14 +155,16 @@ def fit_offline(
             f"{', '.join(sorted(offline))}: learns offline, so a calibration trace of other text is needed"
         )
     check_disjoint(trace, calibration)
-    kept = _KEPT.get()
-    fits: Fits = {} if kept is None else kept
-    keys = {label: (policy.fitted_as, calibration.digest) for label, policy in offline.items()}
-    for label, policy in offline.items():
-        if keys[label] not in fits:
-            with answering(policy, "fit"):
-                fits[keys[label]] = policy.fit(TraceCalibration(calibration, policy, model))
-    return {label: fits[key] for label, key in keys.items()}
+    fits = _KEPT.get() or Fits()
+
+    def fit(policy: Policy) -> Artefact:
+        with answering(policy, "fit"):
+            return policy.fit(TraceCalibration(calibration, policy, model))
+
+    return {
+        label: fits.learnt((policy.fitted_as, calibration.digest), partial(fit, policy))
+        for label, policy in offline.items()
+    }
 
 
 def check_disjoint(trace: Trace, calibration: Trace) -> None:
