@@ -198,6 +198,12 @@ def test_a_window_that_compacts_every_n_tokens(world: World, watch: Watch) -> No
     for at in (2 * policy.interval, 3 * policy.interval):
         assert free[at] - free[at - 1] >= groups  # the tail block of each full group went back to the pool
     assert all(row.policy_bytes > 0 for row in rows if row.arm == "rolling")
+    for index, total in enumerate(FED):  # counted after the answer, of what dense then holds
+        (mine,) = [row for row in rows if (row.arm, row.branch) == ("rolling", index)]
+        (dense,) = [row for row in rows if (row.arm, row.branch) == ("dense", index)]
+        assert mine.blocks_total == groups * -(-(context + total) // size)
+        assert dense.blocks_total == groups * -(-context // size) and set(dense.blocks_freed.values()) == {0}
+        assert mine.blocks_freed["compaction"] == mine.blocks_total - groups * wanted[total - 1]
 
 
 def roll(policy: RollingWindow) -> object:

@@ -98,7 +98,7 @@ def _footprint(results: Results, found: SetResult, cell: Cell, dense: Cell, mode
             f"{results.path}: {cell.arm} acts on generated tokens alone, and a run counts blocks that contexts free; "
             "state its footprint in a file, with timing = 'every_n'"
         )
-    blocks = dense.amounts["blocks_total"]
+    blocks = cell.amounts["blocks_total"]
     freed = cell.blocks_freed.get(mode)
     if freed is None:
         raise ExperimentError(f"{results.path}: {cell.arm}: blocks freed by {mode} were not measured")

@@ -54,9 +54,10 @@ def other_prefill(rows: Rows, facts: SetFacts) -> Iterator[Finding]:
 
 
 def future_query(rows: Rows, facts: SetFacts) -> Iterator[Finding]:
-    """A context compressed once keeps the same whatever is asked later; references may look ahead."""
+    """A context compressed once keeps the same whatever is asked later; references may look ahead, and what an arm
+    that goes on compressing frees is counted after the answer."""
     for arm, mine in rows.items():
-        if facts.arms[arm].reference:
+        if facts.arms[arm].reference or facts.arms[arm].decides_later:
             continue
         first: dict[str, dict[str, float]] = {}
         other = [key for key, row in mine.items() if first.setdefault(key[0], row.blocks_freed) != row.blocks_freed]

@@ -70,6 +70,8 @@ class ArmFacts:
     """A yardstick that may see what no engine could."""
     evicts_only: bool = False
     """Whether what it holds is whole tokens as the model wrote them, and nothing else of size."""
+    decides_later: bool = False
+    """Whether it edits the cache while decoding, so that what it frees depends on what comes."""
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,7 @@ RECLAIM_TEXT: dict[str, str] = {
     "slot_reuse": "shared tables, freed slots refilled; heads and layers padded to the widest",
     "compaction": "shared tables, kept tokens moved together; heads and layers padded to the widest, copies charged",
 }
-"""What frees a block in each reclaim mode. Blocks freed / blocks of the dense context; higher is better."""
+"""What frees a block in each reclaim mode. Blocks freed / dense's blocks; higher is better."""
 
 if set(RECLAIM_TEXT) != set(RECLAIM_MODES):  # pragma: no cover
     raise AssertionError("a reclaim mode has no description")

@@ -77,12 +77,12 @@ class BranchResult:
     of those visible to dense (tokens)."""
 
     blocks_total: int
-    """Blocks the context holds before compression in the shared tables of the KV cache groups that no window
-    bounds (as vLLM plans them); window-bounded groups hold a bounded number beside, which no policy here frees."""
+    """Blocks that dense holds in the shared tables of the KV cache groups that no window bounds (as vLLM plans them),
+    when the arm's are counted: of the context before compression, or, of an arm that edits the cache while decoding,
+    of context and answer at its end. Window-bounded groups hold a bounded number beside, which no policy here frees."""
     blocks_freed: dict[str, float] = field(default_factory=dict)
-    """Blocks freed after compressing the context, as sole owner, by reclaim mode (`RECLAIM_MODES`), net of the
-    blocks that encoded segments fill; finer modes are given as the equivalent number of shared-table blocks.
-    Higher is better."""
+    """Blocks freed of `blocks_total`, as sole owner, by reclaim mode (`RECLAIM_MODES`), net of the blocks that encoded
+    segments fill; finer modes are given as the equivalent number of shared-table blocks. Higher is better."""
 
     read_bytes: float = 0.0
     """KV read traffic of one decoded token, mean over the teacher-forced tokens after the context: K, V, side

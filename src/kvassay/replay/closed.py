@@ -195,9 +195,10 @@ class Replay:
             # One arm's logits at a time: with a large vocabulary all of them once more would be the most memory taken.
             logits = first[row] if rest is None else torch.cat([first[row], rest[row]])
             lane, arm = lanes[row], arms[row]
-            return Answer(
-                logits, generated[row], held(lane), lane, arm.freed, arm.blocks, arm.kept if index == 0 else ()
-            )
+            freed, blocks = arm.freed, arms[dense].blocks
+            if lane.deciding:  # goes on as tokens come: counted when they have
+                freed, blocks = freed_blocks(lane), blocks_held(lanes[dense])
+            return Answer(logits, generated[row], held(lane), lane, freed, blocks, arm.kept if index == 0 else ())
 
         dense = dense_row([arm.lane.arm for arm in arms])
         base = said(dense)

@@ -43,7 +43,7 @@ class Answer:
     lane: Lane
     freed: dict[str, float]
     blocks: int
-    """Blocks the context held in the full groups when it was compressed."""
+    """Those of which `freed` are free."""
     kept: tuple[float, ...] = ()
     """As in the row."""
     _reference: Reference | None = None
@@ -95,7 +95,7 @@ def branch_result(
         retained_fraction_scope=arm.held.within(scope) / dense.held.within(scope),
         peak_bytes=max(arm.lane.peak_bytes, arm.held.total),
         selected_tokens=traffic.selected_per_token,
-        blocks_total=dense.blocks,
+        blocks_total=arm.blocks,
         blocks_freed=arm.freed,
         read_bytes=traffic.bytes_per_token,
         read_fraction=traffic.bytes_per_token / base.bytes_per_token if base.tokens else 0.0,

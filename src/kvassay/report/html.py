@@ -29,7 +29,7 @@ PAGE_INK = "currentColor"
 """The page's own text colour, light or dark."""
 EXPORTS = "window.vegaEmbed = vegaEmbed;"
 """What the page's script needs of the bundle."""
-FREED_TITLE = "blocks really freed / blocks of the dense context (higher is better; measured)"
+FREED_TITLE = "blocks really freed / dense's blocks (higher is better; measured)"
 
 
 LISTS = {

@@ -27,7 +27,7 @@ FILTER = "none"
 AMOUNTS = ("retained_fraction", "retained_fraction_scope", "read_fraction")
 """Exported beside quality; bytes are not comparable between models, fractions are."""
 FREED = "freed_fraction"
-"""Blocks freed / blocks of the dense context, by reclaim mode."""
+"""Blocks freed / dense's blocks, by reclaim mode."""
 DIRECTION = {"higher": True, "lower": False, "none": None}
 
 

@@ -60,7 +60,7 @@ def _freed(mode: str) -> Axis:
         return None if freed is None or not total else freed / total
 
     name = mode.replace("_", " ")
-    title = f"blocks really freed / blocks of the dense context, {name} (higher is better; measured)"
+    title = f"blocks really freed / dense's blocks, {name} (higher is better; measured)"
     return Axis(mode, "space", f"blocks freed: {RECLAIM_TEXT[mode].partition(':')[0]}", title, True, value)
 
 

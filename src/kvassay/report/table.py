@@ -87,8 +87,9 @@ COLUMNS = (
         "freed",
         "shared",
         lambda cell: words.freed(cell, words.WHOLE),
-        "blocks really freed / blocks of the dense context under vLLM's shared block tables: a block goes only if "
-        "every head of every layer of its group drops it; higher is better",
+        "blocks really freed / dense's blocks under vLLM's shared block tables: a block goes only if every head of "
+        "every layer of its group drops it; of the context, or after the answer if the arm goes on while decoding; "
+        "higher is better",
     ),
     Column(
         "",

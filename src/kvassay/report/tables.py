@@ -139,7 +139,7 @@ def _amount_cells(cell: Cell, states: Sequence[str]) -> list[str]:
 
 
 def _blocks(part: words.Part, arms: Mapping[str, ArmInfo]) -> Grid:
-    heads = [_head("blocks_total", "blocks of the dense context")]
+    heads = [_head("blocks_total", "dense's blocks when the arm's are counted")]
     heads += [
         Head(mode.replace("_", " "), f"blocks freed; higher is better; measured. {RECLAIM_TEXT[mode]}")
         for mode in RECLAIM_MODES
