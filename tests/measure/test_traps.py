@@ -204,6 +204,12 @@ def test_it_is_invalid_only_if_a_leak_check_fires(leak: Callable[[BranchResult],
     assert found(elsewhere) == [(name, "invalid", KNORM), ("beats_dense", "suspect", SNAP)]
 
 
+def test_what_goes_on_compressing_may_free_more_after_a_longer_answer() -> None:
+    facts = replace(FACTS, arms={**ARMS, SNAP: replace(ARMS[SNAP], decides_later=True)})
+    rows = change(SNAP, lambda r: {"blocks_freed": {**r.blocks_freed, "compaction": 90.0 + r.branch}})
+    assert found(rows, facts) == [] and found(rows) == [("future_query", "invalid", SNAP)]
+
+
 def test_a_reference_may_beat_dense_and_see_the_future() -> None:
     facts = replace(FACTS, arms={**ARMS, SNAP: replace(ARMS[SNAP], reference=True)})
     rows = change(SNAP, lambda r: {**better(r), "blocks_freed": {"compaction": 1.0 * r.branch}})
