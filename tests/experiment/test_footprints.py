@@ -88,8 +88,9 @@ def test_what_compresses_generated_tokens_alone_is_stated_not_read_off(tmp_path:
     with pytest.raises(ExperimentError, match="kivi acts on generated tokens alone"):
         load_footprints([tmp_path / "run"], arms=["kivi"])
     path = tmp_path / "kara.toml"
-    path.write_text('[[footprint]]\narm = "kara"\ntiming = "every_n"\ninterval = 256\nfreed_fraction = 0.5\n')
+    path.write_text('[[footprint]]\narm = "kivi"\ntiming = "every_n"\ninterval = 256\nfreed_fraction = 0.5\n')
     assert load_footprints([path])[0].windows
+    assert load_footprints([tmp_path / "run", path], arms=["kivi", "fp8"])[0].windows, "stated, so the run is not asked"
     path.write_text('[[footprint]]\narm = "kara"\ntiming = "every_n"\nfreed_fraction = 0.5\n')
     with pytest.raises(ExperimentError, match="every_n needs one"):
         load_footprints([path])
@@ -103,14 +104,14 @@ def test_unknown_arms_and_sets_are_named(tmp_path: Path) -> None:
         load_footprints([tmp_path / "run"], trace_set="kv_short 4k")
 
 
-def test_of_several_sources_the_first_that_has_an_arm_gives_it(tmp_path: Path) -> None:
+def test_of_several_sources_a_file_goes_first_and_then_the_first_run_that_has_an_arm(tmp_path: Path) -> None:
     make_run(tmp_path / "run")
     path = tmp_path / "mine.toml"
     path.write_text('[[footprint]]\narm = "fp8"\n[[footprint]]\narm = "half"\nfreed_fraction = 0.5\n')
     sources, wanted = [path, tmp_path / "run"], ["half", SNAPKV, "fp8"]
     found = {one.arm: one.how for one in load_footprints(sources, arms=wanted)}
     assert found == {"fp8": "assumed", "half": "assumed", SNAPKV: "measured"}
-    assert load_footprints(sources[::-1], arms=["fp8"])[0].how == "measured"
+    assert load_footprints(sources[::-1], arms=["fp8"])[0].how == "assumed", "what is stated goes before what is run"
     with pytest.raises(ExperimentError, match=r"mine\.toml, .*run: no arm 'halves' .*did you mean 'half'"):
         load_footprints(sources, arms=["halves"])
 

@@ -106,6 +106,18 @@ def test_a_twin_is_fitted_with_its_original(llama: World, monkeypatch: pytest.Mo
     assert found["epikv"] is found["epikv~shuffled"] and "epikv~shuffled(stride=8)" in found
 
 
+def test_an_original_is_not_fitted_by_its_twin(llama: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A twin has another score; what is learnt with it is the original's, whichever comes first."""
+
+    def fit(self: EpiKVCalibrated, source: Calibration) -> Artefact:
+        return Artefact({"twin": torch.tensor("~" in self.card.name)}, source.sha256)
+
+    monkeypatch.setattr(EpiKVCalibrated, "fit", fit)
+    for names in (["epikv~shuffled", "epikv"], ["epikv", "epikv~shuffled"]):
+        found = fit_offline([make(name) for name in names], llama.trace, llama.calibration)
+        assert [bool(found[name].tensors["twin"]) for name in names] == [False, False]
+
+
 def test_a_short_calibration_may_not_be_a_piece_of_the_test(tmp_path: Path) -> None:
     world = make_world(tmp_path, "llama", 100)
     piece = dataclasses.replace(sample(40, 8), context_ids=sample(100, 0).context_ids[30:70])

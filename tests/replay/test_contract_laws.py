@@ -263,6 +263,19 @@ WHEN_DECODING = {
         IllegalEdit,
         r"position 9999 holds no dead slot",
     ),
+    "eviction in the middle of a pass": (
+        decider(
+            lambda cache: Decision({i: [Evict(layer.positions >= 2)] for i, layer in cache.layers.items()}),
+            when=frozenset({When.ON_WRITE}),
+        ),
+        PolicyError,
+        r"answers with Evict as tokens are written",
+    ),
+    "compaction in the middle of a pass": (
+        decider(lambda cache: Decision(compact=True), when=frozenset({When.ON_WRITE})),
+        PolicyError,
+        r"answers with compaction as tokens are written",
+    ),
     "a foreign block": (
         reader(lambda layer: ReadSet(torch.tensor([[[999]]]), unit=16)),
         PolicyError,

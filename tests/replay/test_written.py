@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from kvassay.policy.budget import Protection
-from kvassay.policy.card import Prefill
+from kvassay.policy.card import Card, Prefill
+from kvassay.policy.fp8 import Fp8
 from kvassay.policy.registry import make
 from kvassay.record.calling import attention_through
 from kvassay.replay.arms import Arm
@@ -34,8 +37,13 @@ def attend_rounded(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | 
     return sdpa_attention_forward(module, q, k, v, mask, **given)
 
 
-AttentionInterface.register("fp8_oracle", attend_rounded)
-AttentionMaskInterface.register("fp8_oracle", sdpa_mask)
+def attend_all_rounded(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **given: Any) -> Any:
+    return sdpa_attention_forward(module, q, rounded(k), rounded(v), mask, **given)
+
+
+for name, attention in (("fp8_oracle", attend_rounded), ("fp8_everywhere_oracle", attend_all_rounded)):
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, sdpa_mask)
 
 
 def of_model(world: World, branch: int, attention: str) -> Tensor:
@@ -60,3 +68,20 @@ def test_fp8_is_the_model_that_rounds_what_it_attends_to(shallow: World, watch: 
         torch.testing.assert_close(watch.logits["dense", branch], plain, rtol=0, atol=1e-4)
         torch.testing.assert_close(watch.logits[FP8.label, branch], wanted, rtol=0, atol=1e-4)
         assert (plain - wanted).abs().max() > 1e-2
+
+
+@dataclass(frozen=True)
+class Everywhere(Fp8):
+    """fp8 in the windows, too."""
+
+    card: ClassVar[Card] = replace(Fp8.card, name="fp8-everywhere", acts_on=frozenset({"full", "sliding"}))
+
+
+def test_a_chunk_longer_than_a_window_is_written_in_pieces(tmp_path: Path, watch: Watch) -> None:
+    """A policy is shown what the newest token can see: what had left the window by then would stay as it was."""
+    world = make_world(tmp_path, "gemma3", 100, num_hidden_layers=1, layer_types=[S], sliding_window=24)
+    arm = Arm(Everywhere(), None, BARE, prefill=Prefill.OWN)
+    watch.run(world, [Arm(make("dense"), None, BARE), arm])
+    for branch in range(len(world.trace.branches)):
+        wanted = of_model(world, branch, "fp8_everywhere_oracle")
+        torch.testing.assert_close(watch.logits[arm.label, branch], wanted, rtol=0, atol=1e-4)

@@ -41,7 +41,7 @@ class KeptFits(Fits):
             if found is None:
                 found = fit()
                 tensors = {name: tensor.contiguous() for name, tensor in found.tensors.items()}
-                about = {SOURCE: found.source_sha256, "fitted_as": key[0], "calibration": key[1]}
+                about = {SOURCE: found.source_sha256, "policy": key[0], "calibration": key[1]}
                 self.folder.write(path, lambda to: save_file(tensors, to, about))
         return found
 

@@ -31,7 +31,7 @@ def load_footprints(
 ) -> list[Footprint]:
     """The footprints of run folders' arms, and of TOML files' `[[footprint]]` tables.
 
-    sources: the first that has an arm gives it
+    sources: an arm is taken from a file that states it, or else from the first run that has it
     arms: labels to take; of a run, by default all but dense, the references, which no engine can run, and what acts on
         generated tokens alone: a run counts the blocks that its contexts free, so those are stated in a file.
     trace_set: which of a run's trace sets; by default the one with the longest contexts.
@@ -42,9 +42,12 @@ def load_footprints(
         ExperimentError: an unknown file, arm, set or key.
     """
     found: dict[str, Footprint] = {}
-    for path in map(Path, sources):
+    for path in sorted(map(Path, sources), key=lambda path: path.suffix != ".toml"):
+        lacking = [label for label in arms if label not in found]
+        if arms and not lacking:
+            break
         stated = path.suffix == ".toml"
-        for one in _stated(path) if stated else _measured(Results.open(path), mode, arms, trace_set):
+        for one in _stated(path) if stated else _measured(Results.open(path), mode, lacking, trace_set):
             found.setdefault(one.arm, one)
     for label in arms:
         if label not in found:

@@ -203,9 +203,10 @@ def _first(held: Ints, positions: Ints, window: int | None) -> Ints | None:
 
 
 def _passed(held: Ints, positions: Ints, by: int) -> Ints:
-    """int32 [queries, kv_heads]: entries that lie at least `by` positions before a query's own."""
-    passed: Ints = ((held[None] >= 0) & (held[None] <= positions[:, None, None] - by)).sum(-1, dtype=np.int32)
-    return passed
+    """int32 [queries, kv_heads]: entries, at ascending positions `held`, at least `by` before a query's own."""
+    counts = (held >= 0).sum(1)
+    passed = [np.searchsorted(row[:n], positions - by, "right") for row, n in zip(held, counts, strict=True)]
+    return np.stack(passed, 1).astype(np.int32)
 
 
 def _from(data: Stored, begin: int, end: int | None = None) -> tuple[Tensor | None, Tensor | None]:

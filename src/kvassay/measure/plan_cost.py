@@ -24,6 +24,7 @@ from kvassay.layout.model import KV, Component, Layer, Rope
 from kvassay.policy.base import Artefact, Calibration, Memory, Policy
 from kvassay.policy.budget import Allowance, Budget, Protection
 from kvassay.policy.card import Evidence, When
+from kvassay.policy.composition import LATE
 from kvassay.policy.views import BlockView, CacheView, LayerView, Meter, Queries, Rows, StepView
 
 BUCKET = 32
@@ -176,8 +177,7 @@ class _Synthetic:
         """What it does per later token."""
         if self.policy.writes_read:
             return self._read
-        late = When.EVERY_STEP, When.EVERY_N, When.ON_WRITE
-        return self._observe_and_decide if self.policy.decides_at(*late) else None
+        return self._observe_and_decide if self.policy.decides_at(*LATE) else None
 
     def _summarize(self) -> None:
         size = self.shape.block_size
@@ -194,7 +194,7 @@ class _Synthetic:
         self._decided(CacheView({INDEX: self._view()}, self.tokens, self.tokens))
 
     def _observe_and_decide(self) -> None:
-        moment = When.EVERY_N if self.policy.decides_at(When.EVERY_N) else When.EVERY_STEP
+        moment = next(moment for moment in LATE if self.policy.decides_at(moment))
         cache = CacheView({INDEX: self._view()}, self.tokens, self.context, moment)
         if self.policy.writes_observe:
             fed = range(self.context, self.tokens)

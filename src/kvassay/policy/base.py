@@ -161,9 +161,9 @@ class Policy:
         return 0
 
     @property
-    def fitted_as(self) -> str:
-        """Label of the policy whose artefact it uses: its own, of a twin its original's."""
-        return self.label
+    def fitted_by(self) -> Policy:
+        """The policy whose artefact it uses: itself, of a twin its original."""
+        return self
 
     # What a composition answers part by part (`kvassay.policy.compose`); a policy of one part needs none of these.
 
@@ -191,19 +191,14 @@ class Policy:
         return self.writes_decide and bool(self.card.when & set(moments))
 
     def quiet(self, length: int, generated: int) -> int:
-        """How many more tokens may come, in a cache of `length` tokens of which `generated` came after the context,
-        before it edits the cache again: so many known tokens are fed at once."""
+        """Of a policy that edits the cache while decoding: how many more tokens may come before it does so again.
+
+        So many known tokens are fed at once; a subclass whose `decide` acts at other steps says so here.
+        length: tokens in the cache, of which `generated` came after the context
+        """
         if self.decides_at(When.EVERY_STEP) or not self.decides_at(When.EVERY_N):
             return 0
-        return self.period - 1 - generated % self.period
-
-    @property
-    def period(self) -> int:
-        """The field `interval` of a policy that acts every n tokens; `PolicyError` if it has none of at least 1."""
-        interval = getattr(self, "interval", None)
-        if not isinstance(interval, int) or interval < 1:
-            raise PolicyError(f"policy '{self.card.name}' acts every n tokens and needs a field interval >= 1")
-        return interval
+        return interval_of(self) - 1 - generated % interval_of(self)
 
     @property
     def query_ring(self) -> int:
@@ -287,3 +282,11 @@ def top_k_mask(score: Tensor, alive: Tensor, forced: Tensor, keep: int) -> Tenso
     best = torch.sort(order, dim=-1, descending=True, stable=True).indices[:, :keep]
     mask = torch.zeros_like(alive).scatter_(-1, best, True)
     return mask & alive
+
+
+def interval_of(policy: Policy) -> int:
+    """The field `interval` of a policy that acts every n tokens; `PolicyError` if it has none of at least 1."""
+    interval = getattr(policy, "interval", None)
+    if not isinstance(interval, int) or interval < 1:
+        raise PolicyError(f"policy '{policy.card.name}' acts every n tokens and needs a field interval >= 1")
+    return interval

@@ -27,7 +27,8 @@ class When(StrEnum):
 
     AFTER_PREFILL = "after_prefill"
     ON_WRITE = "on_write"
-    """As a layer's new tokens are written, before any query reads them; for uncommitted tokens, when they settle."""
+    """As a layer's new tokens are written, before any query reads them; for uncommitted tokens, when they settle. They
+    may be encoded, nothing else: whoever comes later in the same pass reads what is left."""
     EVERY_STEP = "every_step"
     EVERY_N = "every_n"
     """Every `interval` generated tokens; the policy has a field of that name."""
@@ -137,7 +138,7 @@ class Card:
 
     @property
     def per_step(self) -> bool:
-        """True if the replay must feed this policy step by step, not a chunk at a time."""
+        """True if the replay may not feed this policy any number of tokens at once: `Lane.takes` says how many."""
         return bool(self.when & {When.EVERY_STEP, When.EVERY_N, When.BLOCK_FULL}) or (Effect.SELECT in self.effects)
 
     @property

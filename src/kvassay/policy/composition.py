@@ -19,7 +19,7 @@ ROLES = {
     "encode": frozenset({Effect.QUANTIZE, Effect.LOW_RANK}),
     "select": frozenset({Effect.SELECT}),
 }
-LATE = (When.EVERY_STEP, When.EVERY_N)
+LATE = (When.ON_WRITE, When.EVERY_STEP, When.EVERY_N)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ class Fp8(Policy):
         deviations=(
             "forked from a dense prefill, only what comes after it reads fp8; an engine's prefill does too, as does "
             "a prefill of its own, which an experiment may ask for (`own_prefill`)",
+            "drafted tokens are read as the model wrote them until they are accepted; an engine writes fp8, too",
         ),
     )
 

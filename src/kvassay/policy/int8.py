@@ -30,7 +30,9 @@ class Int8(Policy):
         deviations=(
             "float16 scale and zero point from minimum and maximum; vLLM keeps one float32 scale from the largest "
             "magnitude: as many bytes",
-            "forked from a dense prefill, only what comes after it reads int8; an engine's prefill does too",
+            "forked from a dense prefill, only what comes after it reads int8; an engine's prefill does too, as does "
+            "a prefill of its own, which an experiment may ask for (`own_prefill`)",
+            "drafted tokens are read as the model wrote them until they are accepted; an engine writes int8, too",
         ),
     )
 

@@ -65,7 +65,7 @@ class Kivi(Policy):
     def decide(self, cache: CacheView, scores: Mapping[int, Tensor], memory: Memory, budget: Allowance) -> Decision:
         """Encode whole groups that have left the residual window."""
         due = self.encoded_up_to(cache.length)
-        if due == 0 or (cache.length > cache.context and self.encoded_up_to(cache.length - 1) == due):
+        if due == 0:
             return KEEP_ALL
         edits = {}
         for index, layer in cache.layers.items():

@@ -55,7 +55,7 @@ def _make(parent: type[Policy], kind: str) -> type[Policy]:
         "card": card,
         "__doc__": card.summary,
         "__module__": parent.__module__,
-        "fitted_as": property(lambda self: parent(**self.parameters).fitted_as),
+        "fitted_by": property(lambda self: parent(**self.parameters).fitted_by),
         "__reduce__": lambda self: (_rebuild, (parent, kind, self.parameters)),
     }
     made = type(f"{parent.__name__}_{kind.replace('-', '_')}", (parent,), body)

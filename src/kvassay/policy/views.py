@@ -340,10 +340,14 @@ class LayerView:
             if what.startswith("side"):
                 self._meter.add(what, tensor.numel(), element_bytes)
                 return
-            raw = self.alive & ~self.encoded
-            self._meter.add(what, (float(raw.sum()) - unseen * self.kv_heads) * tensor.shape[-1], element_bytes)
-            if self._code_bytes is not None and self.data.encoded is not None:
-                self._meter.add(what, self._code_bytes()[what == "values"], 1.0)
+            raw, coded = float((self.alive & ~self.encoded).sum()), float(self.encoded.sum())
+            hidden = unseen * self.kv_heads
+            newest = self.positions == self.length - 1
+            in_code = bool((newest & self.encoded).any())  # then so are those just before it
+            self._meter.add(what, (raw - (0.0 if in_code else hidden)) * tensor.shape[-1], element_bytes)
+            if self._code_bytes is not None and coded:
+                share = 1 - hidden / coded if in_code else 1.0
+                self._meter.add(what, share * self._code_bytes()[what == "values"], 1.0)
 
 
 @dataclass(frozen=True)

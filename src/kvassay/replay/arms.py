@@ -21,7 +21,7 @@ class Arm:
     protection: Protection = field(default_factory=Protection)
     prefill: Prefill = Prefill.SHARED_DENSE
     again: bool = False
-    """The same arm once more in another batch split: in pieces that end with a block (dense')."""
+    """The same arm once more in another batch split: by halves of what comes, up to the end of a block (dense')."""
 
     def __post_init__(self) -> None:
         card = self.policy.card

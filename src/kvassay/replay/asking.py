@@ -15,14 +15,14 @@ from kvassay.cache.ops import Reclaimed
 from kvassay.errors import BudgetError, PolicyError
 from kvassay.policy import readset
 from kvassay.policy.answers import answering, checked_scores
-from kvassay.policy.base import Memory, Policy
+from kvassay.policy.base import Memory, Policy, interval_of
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Evidence, When
 from kvassay.policy.readset import ReadSet
 from kvassay.policy.views import BlockView, CacheView, HiddenStates, LayerView, Meter, Queries, Rows, StepView
 from kvassay.replay.indexing import Asked, chosen_by_index
 from kvassay.replay.lane import Lane
-from kvassay.replay.laws import check_order, check_protection, check_scope
+from kvassay.replay.laws import check_moment, check_order, check_protection, check_scope
 
 Source = Callable[[int], Queries]
 """Queries of a layer."""
@@ -181,6 +181,7 @@ def decided(
         raise PolicyError(f"policy '{policy.card.name}': decide returned {type(decision).__name__}, not a Decision")
     check_scope(policy, cache, decision)
     check_order(policy, cache, decision)
+    check_moment(policy, cache, decision)
     check_protection(policy, cache, decision)
     return decision
 
@@ -197,7 +198,7 @@ def due(lane: Lane, moment: When, tokens: int = 1) -> bool:
     """Whether the lane's policy edits the cache at this moment, its last `tokens` tokens having come in together."""
     if not lane.policy.decides_at(moment):
         return False
-    return moment is not When.EVERY_N or lane.generated % lane.policy.period < tokens
+    return moment is not When.EVERY_N or lane.generated % interval_of(lane.policy) < tokens
 
 
 def written(lane: Lane, layers: Collection[int]) -> None:

@@ -33,7 +33,7 @@ SHARED_RUN = 64
 
 Ids = NDArray[np.signedinteger[Any]]
 FitKey = tuple[str, str]
-"""What a policy is fitted as, and the digest of the calibration trace, which covers model and text."""
+"""Label of the policy that is fitted, and the digest of the calibration trace, which covers model and text."""
 
 
 class Fits:
@@ -162,7 +162,7 @@ def fit_offline(
             return policy.fit(TraceCalibration(calibration, policy, model))
 
     return {
-        label: fits.learnt((policy.fitted_as, calibration.digest), partial(fit, policy))
+        label: fits.learnt((policy.fitted_by.label, calibration.digest), partial(fit, policy.fitted_by))
         for label, policy in offline.items()
     }
 

@@ -5,9 +5,9 @@
     3. per question, all arms decode as one batch: the question, then the recorded answer (teacher-forced)
        and, from the same point, their own greedy answer (free-running)
 
-Lanes that only compress once take a chunk at a time; lanes that decide at every step take one token at a
-time; lanes that only select take what is known up to the end of a block. The questions of a context share its
-compressed cache.
+Lanes that only compress once, or encode what is written, take a chunk at a time; lanes that only select take what is
+known up to the end of a block; lanes that edit while decoding take it up to their next edit. The questions of a
+context share its compressed cache.
 """
 
 from __future__ import annotations

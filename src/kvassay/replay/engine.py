@@ -60,8 +60,9 @@ class Engine:
     ) -> Tensor:
         """Feed each lane its next tokens (equally many); returns logits [lanes, last, vocab] of the last ones.
 
-        With `last` 0 the model's head is spared. Afterwards every policy that is due observes, decides and
-        summarises; after uncommitted tokens none is asked anything until `settle`.
+        With `last` 0 the model's head is spared. Policies that act on what is written do so layer by layer; afterwards
+        every policy that is due observes, decides and summarises. After uncommitted tokens none is asked anything
+        until `settle`.
         """
         if self._compressing and len(lanes) > 1:  # compressors fold one sequence at a time
             each = [

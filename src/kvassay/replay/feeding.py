@@ -1,4 +1,4 @@
-"""Feeding many lanes at once: in one batch what can go together, token by token what must."""
+"""Feeding many lanes at once: in one batch what can go together, in pieces what a policy's steps part."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ def feed(
 ) -> list[Tensor]:
     """Feed each lane its next tokens; returns per lane the logits [last, vocab] of its last ones, in order.
 
-    Lanes that only compressed once take theirs as one chunk, those that only select take them up to the end of a block,
-    the others one token at a time.
+    Each lane takes as many at once as it may (`Lane.takes`).
     """
     out: dict[int, Tensor] = {}
     for rows in _batches(lanes, tokens):

@@ -174,6 +174,8 @@ class Lane:
         limits = [1 if alone else tokens, self.written_together]
         if self.deciding:
             limits.append(max(1, policy.quiet(self.length, self.generated)))
+        if self.arm.again:
+            limits.append(max(1, tokens // 2))
         if policy.writes_read or policy.writes_summarize or self.arm.again:
             limits += [group.block_size - self.length % group.block_size for group in self.cache.ledger.groups]
         return min(tokens, *limits)

@@ -128,6 +128,7 @@ def _prepared(replay: Replay, lane: Lane, recorded: Recorded, decode: DecodeKern
     """The lane with one more token, and what each layer's query reads."""
     steps = policy_seconds(replay.engine, lane, recorded)
     recorded.append(lane, 0)
+    asking.written(lane, lane.scope)
     calls = []
     for layer in lane.cache.layout.layers:
         owner = lane.cache.layout.source(layer.index).index

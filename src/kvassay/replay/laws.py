@@ -1,13 +1,14 @@
-"""What a decision may not do, whoever made it: leave the policy's scope, or drop a protected token."""
+"""What a decision may not do, whoever made it: leave the policy's scope, move tokens in a pass, drop protected ones."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from kvassay.cache.edits import Decision, Edit, Evict, Merge, Quantize
+from kvassay.cache.edits import Decision, Edit, Evict, LowRank, Merge, Quantize
 from kvassay.errors import PolicyError
 from kvassay.policy.base import Policy
+from kvassay.policy.card import When
 from kvassay.policy.views import CacheView
 
 
@@ -31,6 +32,20 @@ def check_order(policy: Policy, cache: CacheView, decision: Decision) -> None:
                 f"policy '{policy.card.name}' {moves}, but in layer {layer.index} the model's index chooses blocks of "
                 f"{top.unit} tokens by where they are"
             )
+
+
+def check_moment(policy: Policy, cache: CacheView, decision: Decision) -> None:
+    """Raise `PolicyError` for anything but encoding of what has just been written, in the middle of a pass."""
+    if cache.moment is not When.ON_WRITE:
+        return
+    edits = [edit for edits in decision.edits.values() for edit in edits]
+    other = [type(edit).__name__ for edit in edits if not isinstance(edit, Quantize | LowRank)]
+    other += ["compaction"] if decision.compact else ["slot reuse"] if decision.reuse is not None else []
+    if other:
+        raise PolicyError(
+            f"policy '{policy.card.name}' answers with {other[0]} as tokens are written: they may only be encoded then "
+            "(Quantize, LowRank); decide after prefill, every step or every n tokens instead"
+        )
 
 
 def check_protection(policy: Policy, cache: CacheView, decision: Decision) -> None:

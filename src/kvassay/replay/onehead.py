@@ -286,9 +286,7 @@ class OneHead:
             k, v = (rows[at : at + number] for rows in self.own)
             self._append(lane.seq, k, v, lane.reuse)
             lane.reuse = None
-            start = self.clock()
             asking.written(lane, [self.index])
-            outcome.decide_seconds += self.clock() - start
             q = self.asked.q[:, at : at + number]
             start = self.clock()
             chosen, scanned, data = asking.select(lane, self.index, q)

@@ -9,6 +9,7 @@ from math import lcm
 import torch
 from torch import Tensor
 
+from kvassay.policy.base import interval_of
 from kvassay.policy.card import When
 from kvassay.policy.views import Queries
 from kvassay.replay.engine import QUERY_EVIDENCE, Engine
@@ -102,7 +103,7 @@ def policy_seconds(engine: Engine, lane: Lane, recorded: Recorded) -> float:
 
 def _whole(lane: Lane) -> int:
     """Tokens after which everything that comes every n tokens or with a full block has come equally often."""
-    period = lane.policy.period if lane.policy.decides_at(When.EVERY_N) else 1
+    period = interval_of(lane.policy) if lane.policy.decides_at(When.EVERY_N) else 1
     return lcm(period, max(group.block_size for group in lane.cache.ledger.groups))
 
 
