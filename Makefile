@@ -59,8 +59,8 @@ SPREAD := --dist loadfile -n auto --maxprocesses
 REQUESTS ?= conversation_trace.jsonl
 SERVED := --model granite-4.1-8b --parameters 8e9 --hardware h200 --pool-bytes 100GiB --speedup 0.4 --count 3000 \
   --ttft 10 --tpot 0.1 $(foreach run,locks exact transforming,--footprint $(STUDY)/results/$(run)) \
-  --arm "locks read=0.25" --arm "snapkv keep=0.25" --arm "paged-eviction keep=0.25" --arm fp8 --arm int8 \
-  --arm "rdkv bytes=0.5" --arm "selkv keep=0.5" --arm "dynacalkv(ceiling=elements)"
+  --arm "locks read=0.25" --arm "snapkv keep=0.25" --arm "paged-eviction keep=0.25" --arm fp8 \
+  --arm "rdkv bytes=0.5" --arm "selkv keep=0.5"
 study-serving: $(READY) ## Serve a request trace (REQUESTS=FILE) under the footprints that the study has published
 	mkdir -p $(STUDY)/results/serving
 	for mode in whole_block compaction; do \

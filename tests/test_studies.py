@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from pathlib import Path
 from statistics import mean
 
 import pytest
 
-from kvassay.experiment.results import Results
+from kvassay.experiment.results import Results, SetResult
 from kvassay.experiment.schema import load_experiment
 from kvassay.gate.chain import LOG, read_log
 from kvassay.gate.schema import load_gate
@@ -84,12 +85,17 @@ SHOWN = {"read": "read_bytes_growing", "held": "retained_bytes_scope"}
 """What a page's table of means gives beside top-1, by its heading, in per cent of dense's."""
 
 
+def promoting_sets(results: Results) -> list[SetResult]:
+    """Trace sets whose workload may promote."""
+    promoting = load_gate(results.path / "gate.toml").roles.promote
+    return [one for one in results.sets if one.workload in promoting]
+
+
 def mean_row(results: Results, arm: str, amount: str) -> tuple[str, ...]:
     """Per model, over the workloads that promote: mean top-1, and an amount in per cent of dense's in those layers."""
-    promoting = load_gate(results.path / "gate.toml").roles.promote
     found: list[str] = []
     for model in dict.fromkeys(one.model for one in results.sets):
-        sets = [one for one in results.sets if one.model == model and one.workload in promoting]
+        sets = [one for one in promoting_sets(results) if one.model == model]
         mine, dense = ([cell for one in sets if (cell := one.cell(name))] for name in (arm, "dense"))
         outside = [cell.amounts["retained_bytes"] - cell.amounts["retained_bytes_scope"] for cell in mine]
         there, everything = (sum(cell.amounts[amount] for cell in cells) for cells in (mine, dense))
@@ -104,8 +110,46 @@ def mean_row(results: Results, arm: str, amount: str) -> tuple[str, ...]:
 def test_means_on_a_page_are_those_of_the_published_cells(study: Path, head: str) -> None:
     rows = rows_under(study / "README.md", f"| arm | SmolLM2 | {head} |")
     runs = [Results.open(run) for run in RESULTS if study_of(run) == study]
+    runs = [run for run in runs if promoting_sets(run)]
     published = {(arm, *mean_row(run, arm, SHOWN[head])) for run in runs for arm in run.arms if run.sets[0].cell(arm)}
     assert rows and set(rows) <= published
+
+
+def generated_row(results: Results, arm: str) -> tuple[str, ...]:
+    """Per model: top-1, NLL less dense's with its interval, and blocks that compaction frees of dense's."""
+    found: list[str] = []
+    for one in results.sets:
+        cell = one.cell(arm)
+        assert cell is not None
+        off = cell.difference.get("nll")
+        shown = "-" if off is None or off.low is None else f"{off.mean:+.2f} ({off.low:+.2f} to {off.high:+.2f})"
+        freed = cell.blocks_freed["compaction"] / cell.amounts["blocks_total"]
+        found += [f"{cell.quality['top1'].mean:.2f}", shown, f"{100 * freed:.0f} %"]
+    return tuple(found)
+
+
+@pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.name)
+def test_what_was_made_of_generated_text_is_what_the_cells_say(study: Path) -> None:
+    results = Results.open(study / "results" / "reasoning")
+    rows = rows_under(study / "README.md", "| arm | SmolLM2 top-1 |")
+    assert {row[0] for row in rows} == set(results.arms)
+    assert set(rows) == {(arm, *generated_row(results, arm)) for arm in results.arms}
+
+
+def served_row(file: Path, arm: str) -> tuple[str, ...]:
+    """Requests in time, median seconds to the first token and milliseconds per later one, prefix hits."""
+    (one,) = [row for row in json.loads(file.read_text(encoding="utf-8"))["results"] if row["arm"] == arm]
+    times = one["ttft"]["p50"], 1000 * one["tpot"]["p50"]
+    return f"{one['in_time']:,}", *(f"{value:.0f}" for value in times), f"{100 * one['hit_rate']:.1f} %"
+
+
+@pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.name)
+def test_what_was_served_is_what_the_page_says(study: Path) -> None:
+    files = [study / "results" / "serving" / f"{mode}.json" for mode in ("whole_block", "compaction")]
+    rows = rows_under(study / "README.md", "| arm | in time |")
+    arms = [row["arm"] for row in json.loads(files[0].read_text(encoding="utf-8"))["results"]]
+    assert [row[0] for row in rows] == arms
+    assert rows == [(arm, *served_row(files[0], arm), served_row(files[1], arm)[0]) for arm in arms]
 
 
 @pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.name)
