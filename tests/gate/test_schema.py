@@ -35,6 +35,11 @@ MISTAKES = {
         "[[quality]] 1: metric: unknown metric 'generated_tokens' (known: ",
     ),
     "margin of nothing": ("margin = 0.1", "margin = 0", "[[quality]] 1: margin: Input should be greater than 0"),
+    "margin of everything": (
+        "margin = 0.1",
+        "margin = 15",
+        "[[quality]] 1: margin = 15 lets everything pass: top1 can lose 1 at most",
+    ),
     "unknown workload": ('"copy"', '"coppy"', "[roles] promote: unknown workload 'coppy' (did you mean 'copy'?)"),
     "needle promotes": (
         '["needle_multikey", ',

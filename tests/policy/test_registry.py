@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -150,6 +151,11 @@ class TestFile:
             (PLUGIN.replace("Effect.EVICT", "Effect.MERGE"), "ValueNorm", "effect 'merge', .*; write `decide`$"),
             (PLUGIN.replace("Effect.EVICT", "Effect.QUANTIZE"), "ValueNorm", "effect 'quantize', .*; write `decide`$"),
             (PLUGIN.replace("Effect.EVICT", "Effect.LOW_RANK"), "ValueNorm", "'low_rank', .* `decide` or `project`$"),
+            (
+                re.sub(r"def score\(self, .*?\)", "def score(self, layer)", PLUGIN),
+                "ValueNorm",
+                r"class ValueNorm: score\(self, layer\).* must take \(self, layer, memory\)$",
+            ),
             (PLUGIN.replace('summary="test",', 'summary="test", gaps=("x",),'), "ValueNorm", "gaps are listed"),
         ],
     )
@@ -160,7 +166,8 @@ class TestFile:
 
     @pytest.mark.parametrize("effect, method", [("SELECT", "read"), ("QUANTIZE", "decide"), ("LOW_RANK", "project")])
     def test_a_class_that_writes_what_its_card_says_passes(self, tmp_path: Path, effect: str, method: str) -> None:
-        text = PLUGIN.replace("Effect.EVICT", f"Effect.{effect}").replace("def score", f"def {method}")
+        text = PLUGIN.replace("Effect.EVICT", f"Effect.{effect}")
+        text = re.sub(r"def score\(self, .*?\)", f"def {method}(self, *given)", text)
         assert registry.get(f"{self.write(tmp_path, text)}:ValueNorm").card.effects == {Effect[effect]}
 
     def test_a_missing_file_is_named(self, tmp_path: Path) -> None:

@@ -203,6 +203,15 @@ class Quality(Threshold):
             raise ValueError(f"unknown metric '{value}'{did_you_mean(value, METRICS)}")
         return value
 
+    @model_validator(mode="after")
+    def _can_fail(self) -> Quality:
+        bounds = CARDS[self.metric].paired_bounds
+        if bounds is not None and self.margin >= bounds[1]:
+            raise ValueError(
+                f"margin = {self.margin:g} lets everything pass: {self.metric} can lose {bounds[1]:g} at most"
+            )
+        return self
+
 
 class Reduction(Threshold):
     """`[[reduction]]`: what must be saved, as a fraction of dense's."""

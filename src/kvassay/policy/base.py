@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from inspect import isfunction, signature
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -101,6 +102,20 @@ class Policy:
     reads_together: ClassVar[bool] = False
     """Whether `read` answers several queries, those of the newest positions and in one block, each as if it were alone
     and nothing had come after it. Known tokens are then fed up to the end of a block at once."""
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        """Raise `PolicyError` for a method that cannot be called as the replay calls it."""
+        super().__init_subclass__(**given)
+        for name in ("fit", "observe", "score", "decide", "summarize", "read", "project"):
+            own, asked = cls.__dict__.get(name), signature(getattr(Policy, name))
+            if not isfunction(own):
+                continue
+            try:
+                signature(own).bind(*asked.parameters)
+            except TypeError:
+                raise PolicyError(
+                    f"policy class {cls.__name__}: {name}{signature(own)} must take ({', '.join(asked.parameters)})"
+                ) from None
 
     def fit(self, source: Calibration) -> Artefact:
         """Learn an artefact offline; only for policies whose card says `When.OFFLINE`."""

@@ -30,7 +30,8 @@ def _thresholds(checks: Iterable[Check]) -> dict[tuple[str, float | None], str]:
     for check in checks:
         if check.threshold is not None and not check.against:
             sign = "≥" if check.direction == "at_least" else "≤"
-            found.setdefault((check.name, check.threshold), f"{check.name} {sign} {check.threshold:g}")
+            how = f" ({check.evidence}, {check.hardware})" if check.hardware else ""
+            found.setdefault((check.name, check.threshold), f"{check.name}{how} {sign} {check.threshold:g}")
     return found
 
 
