@@ -165,6 +165,17 @@ def test_a_changed_threshold_recomputes_no_cell(tmp_path: Path, file: Path) -> N
     assert {path: path.read_bytes() for path in results.path.glob("*.parquet")} == before
 
 
+def test_judged_again_alike_nothing_is_written(tmp_path: Path, file: Path) -> None:
+    """Else a look at published verdicts would change them."""
+    results = write_run(tmp_path / "run")
+    first = judge_run(results, file, exploratory=True)
+    verdicts = results.path / "verdicts.json"
+    os.utime(verdicts, (1.0, 1.0))
+    assert judge_run(results, file, exploratory=True) == first and verdicts.stat().st_mtime == 1.0
+    file.write_text(made.GATE.replace("at_least = 0.5", "at_least = 0.9"))
+    assert judge_run(results, file, exploratory=True) != first and verdicts.stat().st_mtime > 1.0
+
+
 def test_verdicts_of_earlier_cells_are_marked(tmp_path: Path, file: Path) -> None:
     results = write_run(tmp_path / "run")
     judge_run(results, file, exploratory=True)

@@ -6,6 +6,7 @@ unless the judgement is to be exploratory, and then everything says so.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from kvassay.errors import GateError
@@ -17,7 +18,7 @@ from kvassay.gate.declare import digest_of
 from kvassay.gate.evidence import gather
 from kvassay.gate.judge import judge
 from kvassay.gate.standing import Standing, standing
-from kvassay.measure.verdict import VERDICTS, Judgement, dump_judgement
+from kvassay.measure.verdict import VERDICTS, Judgement, dump_judgement, load_judgement
 
 EXPLORED = "gate-exploratory.toml"
 """The gate of an exploratory judgement, in the run folder; it never takes the place of `gate.toml`."""
@@ -45,7 +46,8 @@ def pinned(run: Path) -> bool:
 
 
 def judge_run(results: Results, file: Path | None = None, *, exploratory: bool = False) -> Judgement:
-    """Judge a finished run and write `verdicts.json`; `file` None: by the gate in the run folder.
+    """Judge a finished run and write `verdicts.json`, unless that says the same already; `file` None: by the gate in
+    the run folder.
 
     Raises `GateError` if there is no gate, or one that does not bind this run and `exploratory` is not asked for.
     """
@@ -55,7 +57,9 @@ def judge_run(results: Results, file: Path | None = None, *, exploratory: bool =
     found = standing(source, results.path, results.manifest)
     if found.trouble and not exploratory:
         raise GateError(_refusal(found))
-    judgement = make_judgement(results, found, exploratory=exploratory)
+    judgement, earlier = make_judgement(results, found, exploratory=exploratory), load_judgement(results.path)
+    if earlier is not None and earlier == replace(judgement, judged=earlier.judged, notes=earlier.notes):
+        return earlier  # notes: a copied gate has no commit of its own to speak of
     folder = RunFolder(results.path)
     with folder.locked():
         if exploratory:
