@@ -2,6 +2,6 @@
 
 from kvassay.runtime import prepare
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 prepare()
