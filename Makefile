@@ -52,9 +52,6 @@ study-vllm: vllm-setup ## The study's traces through vLLM: the same recipes, the
 	  $(VLLM)/bin/kvassay trace reproduce $$recipe --engine vllm || exit; \
 	done
 
-# Tests by file over processes of one thread each, and fewer of them where a model is in each.
-SPREAD := --dist loadfile -n auto --maxprocesses
-
 # Mooncake's conversation trace (github.com/kvcache-ai/Mooncake, FAST25-release/traces), slowed until dense just cannot.
 REQUESTS ?= conversation_trace.jsonl
 SERVED := --model granite-4.1-8b --parameters 8e9 --hardware h200 --pool-bytes 100GiB --speedup 0.4 --count 3000 \
@@ -64,9 +61,12 @@ SERVED := --model granite-4.1-8b --parameters 8e9 --hardware h200 --pool-bytes 1
 study-serving: $(READY) ## Serve a request trace (REQUESTS=FILE) under the footprints that the study has published
 	mkdir -p $(STUDY)/results/serving
 	for mode in whole_block compaction; do \
-	  $(BIN)/kvassay serve-replay $(REQUESTS) $(SERVED) --mode $$mode --json \
-	    > $(STUDY)/results/serving/$$mode.json || exit; \
+	  $(BIN)/kvassay serve-replay $(REQUESTS) $(SERVED) --mode $$mode --json > $(STUDY)/results/serving/.$$mode \
+	    && mv $(STUDY)/results/serving/.$$mode $(STUDY)/results/serving/$$mode.json || exit; \
 	done
+
+# Tests by file over processes of one thread each, and fewer of them where a model is in each.
+SPREAD := --dist loadfile -n auto --maxprocesses
 
 test: $(READY) ## Fast tests: no model is needed
 	$(BIN)/python -m pytest $(SPREAD) 8

@@ -125,13 +125,13 @@ def test_the_same_workload_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_resolved_file_reads_back_equal_and_hides_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     text = GOOD.replace(
         'length = "2k"', 'length = "2k"\nparams = { pairs = 8, value = "he\\"x", deep = 0.5, on = true }'
     )
     found = load_experiment(write(tmp_path, text))
     assert load_experiment(write(tmp_path, resolved_toml(found))) == found
-    home = text.replace("smollm2-135m", "/home/somebody/models/m")
+    home = text.replace("smollm2-135m", f"{tmp_path}/home/models/m")
     assert 'models = ["~/models/m"]' in resolved_toml(load_experiment(write(tmp_path, home)))
 
 

@@ -176,6 +176,14 @@ def test_judged_again_alike_nothing_is_written(tmp_path: Path, file: Path) -> No
     assert judge_run(results, file, exploratory=True) != first and verdicts.stat().st_mtime > 1.0
 
 
+def test_judging_again_replaces_damaged_verdicts(tmp_path: Path, file: Path) -> None:
+    results = write_run(tmp_path / "run")
+    first = judge_run(results, file, exploratory=True)
+    (results.path / "verdicts.json").write_text("{")
+    again = judge_run(results, file, exploratory=True)
+    assert again.verdicts == first.verdicts and load_judgement(results.path) == again
+
+
 def test_verdicts_of_earlier_cells_are_marked(tmp_path: Path, file: Path) -> None:
     results = write_run(tmp_path / "run")
     judge_run(results, file, exploratory=True)

@@ -208,6 +208,8 @@ def test_what_goes_on_compressing_may_free_more_after_a_longer_answer() -> None:
     facts = replace(FACTS, arms={**ARMS, SNAP: replace(ARMS[SNAP], decides_later=True)})
     rows = change(SNAP, lambda r: {"blocks_freed": {**r.blocks_freed, "compaction": 90.0 + r.branch}})
     assert found(rows, facts) == [] and found(rows) == [("future_query", "invalid", SNAP)]
+    (finding,) = everything(change(SNAP, better), facts)  # nor is that check said to have found nothing
+    assert finding.message.endswith("leak checks ran, none fired: question_visible, other_prefill")
 
 
 def test_a_reference_may_beat_dense_and_see_the_future() -> None:

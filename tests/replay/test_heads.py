@@ -89,6 +89,8 @@ def test_bytes_and_blocks_of_one_layer(trace: Trace) -> None:
     assert recency.freed(layer, 16, element) == {"per_layer_tables": 9, "per_head_tables": 9}
     assert fp8.freed(layer, 16, element) == {"per_layer_tables": 10, "per_head_tables": 10}
     assert paged.freed(layer, 16, element) == {"per_layer_tables": 15, "per_head_tables": 15}
+    # The question's own tokens are codes, too: half of what dense reads, to the byte.
+    assert fp8.deviation.read == dense.deviation.read / 2
     masks = torch.stack([torch.from_numpy(mask) for mask in knorm.keep]).view(3, 20, 16).any(2)
     assert knorm.freed(layer, 16, element) == pytest.approx(
         {"per_layer_tables": int((~masks.any(0)).sum()), "per_head_tables": float((~masks).sum() / 3)}

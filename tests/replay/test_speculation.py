@@ -137,6 +137,9 @@ def test_a_rejected_draft_leaves_no_trace(world: World, watch: Watch) -> None:
             assert lane.arm is twin.arm
             if not lane.policy.decides_at(When.ON_WRITE):  # the twin's tokens are encoded before they read themselves
                 assert same(contents(replay.cache, lane.seq), contents(replay.cache, twin.seq)), lane.arm.label
+            else:
+                held = replay.cache.layer(lane.seq, 0)
+                assert held.encoded is not None and bool(held.encoded.all())
             assert state(lane) == state(twin), lane.arm.label
     assert watch.steps > 20
 

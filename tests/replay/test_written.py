@@ -19,6 +19,7 @@ from kvassay.policy.fp8 import Fp8
 from kvassay.policy.registry import make
 from kvassay.record.calling import attention_through
 from kvassay.replay.arms import Arm
+from kvassay.replay.open import open_loop
 from tests.replay.watch import Watch
 from tests.replay.worlds import QUESTION, F, S, World
 from tests.replay.worlds import make as make_world
@@ -79,9 +80,17 @@ class Everywhere(Fp8):
 
 def test_a_chunk_longer_than_a_window_is_written_in_pieces(tmp_path: Path, watch: Watch) -> None:
     """A policy is shown what the newest token can see: what had left the window by then would stay as it was."""
-    world = make_world(tmp_path, "gemma3", 100, num_hidden_layers=1, layer_types=[S], sliding_window=24)
+    world = make_world(tmp_path, "gemma3", 100, num_hidden_layers=1, layer_types=[S], sliding_window=8)
     arm = Arm(Everywhere(), None, BARE, prefill=Prefill.OWN)
     watch.run(world, [Arm(make("dense"), None, BARE), arm])
     for branch in range(len(world.trace.branches)):
         wanted = of_model(world, branch, "fp8_everywhere_oracle")
         torch.testing.assert_close(watch.logits[arm.label, branch], wanted, rtol=0, atol=1e-4)
+
+
+def test_the_open_loop_reads_codes_alone(llama: World) -> None:
+    """Half of dense's bytes, to the byte: recorded tokens are encoded as they are written, as the context was."""
+    dense, fp8 = Arm(make("dense"), None, BARE), Arm(make("fp8"), None, BARE)
+    rows = [row for row in open_loop(llama.trace, [dense, fp8]) if row.arm == "fp8"]
+    assert rows and [row.read_bytes for row in rows] == pytest.approx([row.dense_bytes / 2 for row in rows], rel=1e-12)
+    assert all(0 < row.output_error < 0.1 for row in rows)

@@ -71,17 +71,18 @@ def verify(log: Path, head: str | None) -> None:
 @click.option("--issue", type=file_path, help="Write a draft issue for each promoted arm into this folder.")
 def judge(run: Path, gate_file: Path | None, exploratory: bool, as_json: bool, issue: Path | None) -> None:
     """Judge the finished run folder RUN and print the verdicts; its verdicts.json and report follow if they change."""
+    from kvassay.experiment.folder import REPORT
     from kvassay.experiment.results import Results
-    from kvassay.gate.session import judge_run
-    from kvassay.measure.verdict import dump_judgement, load_judgement
+    from kvassay.gate.session import judge_run, judged_before
+    from kvassay.measure.verdict import dump_judgement
     from kvassay.report.html import write_html
     from kvassay.report.table import console_for
     from kvassay.report.verdicts import verdict_table
 
     results = Results.open(run)
-    before = load_judgement(run)
+    before = judged_before(run)
     judgement = judge_run(results, gate_file, exploratory=exploratory)
-    if judgement != before:
+    if judgement != before or not (run / REPORT).is_file():
         write_html(results)
     if as_json:
         click.echo(json.dumps(json.loads(dump_judgement(judgement)), indent=1, ensure_ascii=False))

@@ -23,7 +23,13 @@ above_zero = click.FloatRange(0, min_open=True)
 @click.argument("requests", type=path)
 @click.option("--model", required=True, help="Embedded model, config.json or its folder, cached Hugging Face id.")
 @click.option("--pool-bytes", required=True, type=ByteCount(), help="KV cache memory, e.g. 40GiB.")
-@click.option("--footprint", "sources", multiple=True, type=path, help="Run folder, or TOML of stated footprints.")
+@click.option(
+    "--footprint",
+    "sources",
+    multiple=True,
+    type=path,
+    help="Run folder, or TOML of stated ones.",
+)
 @click.option("--arm", "arms", multiple=True, help="Only this arm of them; repeatable.")
 @click.option("--mode", default="whole_block", show_default=True, help="How the engine takes blocks back.")
 @click.option(

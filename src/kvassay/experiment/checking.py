@@ -12,7 +12,7 @@ from kvassay.measure.checks import ArmFacts, ContextFacts, Finding, SetFacts
 from kvassay.measure.inspect import inspect
 from kvassay.measure.result import BranchResult
 from kvassay.policy.budget import Protection
-from kvassay.policy.card import Effect, Prefill, When
+from kvassay.policy.card import STEPS, Effect, Prefill
 from kvassay.replay.arms import Arm
 from kvassay.trace.reader import Trace
 from kvassay.workload.framing import Tokenizer, frame
@@ -61,7 +61,7 @@ def _arm(arm: Arm) -> ArmFacts:
         own_prefill=arm.prefill is Prefill.OWN,
         reference=card.reference,
         evicts_only=card.exact and card.effects == {Effect.EVICT},
-        decides_later=arm.policy.decides_at(When.EVERY_STEP, When.EVERY_N),
+        decides_later=arm.policy.decides_at(*STEPS),
     )
 
 

@@ -49,7 +49,7 @@ class KeptFits(Fits):
 def _read(path: Path) -> Artefact | None:
     try:
         with safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a mapping
-            return Artefact(tensors, file.metadata()[SOURCE])
+            names = file.keys()
+            return Artefact({name: file.get_tensor(name) for name in names}, file.metadata()[SOURCE])
     except (OSError, SafetensorError):
         return None

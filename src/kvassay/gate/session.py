@@ -57,7 +57,7 @@ def judge_run(results: Results, file: Path | None = None, *, exploratory: bool =
     found = standing(source, results.path, results.manifest)
     if found.trouble and not exploratory:
         raise GateError(_refusal(found))
-    judgement, earlier = make_judgement(results, found, exploratory=exploratory), load_judgement(results.path)
+    judgement, earlier = make_judgement(results, found, exploratory=exploratory), judged_before(results.path)
     if earlier is not None and earlier == replace(judgement, judged=earlier.judged, notes=earlier.notes):
         return earlier  # notes: a copied gate has no commit of its own to speak of
     folder = RunFolder(results.path)
@@ -68,6 +68,14 @@ def judge_run(results: Results, file: Path | None = None, *, exploratory: bool =
             _keep(folder, found)
         folder.write_text(folder.path / VERDICTS, dump_judgement(judgement))
     return judgement
+
+
+def judged_before(run: Path) -> Judgement | None:
+    """The judgement in a run folder; None if there is none, or a damaged one, which judging again replaces."""
+    try:
+        return load_judgement(run)
+    except GateError:
+        return None
 
 
 def make_judgement(results: Results, found: Standing, *, exploratory: bool) -> Judgement:

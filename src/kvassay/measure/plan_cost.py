@@ -23,8 +23,7 @@ from kvassay.errors import PolicyError
 from kvassay.layout.model import KV, Component, Layer, Rope
 from kvassay.policy.base import Artefact, Calibration, Memory, Policy
 from kvassay.policy.budget import Allowance, Budget, Protection
-from kvassay.policy.card import Evidence, When
-from kvassay.policy.composition import LATE
+from kvassay.policy.card import LATE, Evidence, When
 from kvassay.policy.views import BlockView, CacheView, LayerView, Meter, Queries, Rows, StepView
 
 BUCKET = 32

@@ -18,7 +18,7 @@ from kvassay.cache.edits import Decision, Evict, LowRank
 from kvassay.errors import BudgetError, PolicyError
 from kvassay.layout.model import Layer
 from kvassay.policy.budget import Allowance, Budget
-from kvassay.policy.card import Card, Evidence, Prefill, When
+from kvassay.policy.card import STEPS, Card, Evidence, Prefill, When
 from kvassay.policy.readset import ReadSet
 from kvassay.policy.views import BlockView, CacheView, LayerView, StepView
 from kvassay.policy.weights import CalibrationPass, LayerWeights, Occlusions, Projection
@@ -218,7 +218,7 @@ class Policy:
     @property
     def query_ring(self) -> int:
         """How many of the newest queries an engine has to keep for its decisions while decoding."""
-        asks = Evidence.QUERIES in self.card.evidence and self.decides_at(When.EVERY_STEP, When.EVERY_N)
+        asks = Evidence.QUERIES in self.card.evidence and self.decides_at(*STEPS)
         return self.queries_needed if asks else 0
 
     def refuses(self, prefill: Prefill) -> str | None:

@@ -38,6 +38,12 @@ class When(StrEnum):
     """`fit` runs before the replay, on text disjoint from the test."""
 
 
+STEPS = (When.EVERY_STEP, When.EVERY_N)
+"""While decoding, between two passes."""
+LATE = (When.ON_WRITE, *STEPS)
+"""Whenever tokens come after the context."""
+
+
 class Evidence(StrEnum):
     """What a view may offer; touching anything that the card does not declare is an error."""
 
@@ -139,7 +145,7 @@ class Card:
     @property
     def per_step(self) -> bool:
         """True if the replay may not feed this policy any number of tokens at once: `Lane.takes` says how many."""
-        return bool(self.when & {When.EVERY_STEP, When.EVERY_N, When.BLOCK_FULL}) or (Effect.SELECT in self.effects)
+        return bool(self.when & {*STEPS, When.BLOCK_FULL}) or (Effect.SELECT in self.effects)
 
     @property
     def exact(self) -> bool:

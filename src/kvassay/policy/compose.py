@@ -20,7 +20,7 @@ from kvassay.policy.acting import may_act
 from kvassay.policy.answers import answering, checked_scores
 from kvassay.policy.base import Artefact, Calibration, Memory, Policy, State
 from kvassay.policy.budget import Allowance, Budget
-from kvassay.policy.card import Card, Prefill, When
+from kvassay.policy.card import STEPS, Card, Prefill, When
 from kvassay.policy.composition import Part, check, composed_card, of_role, sized_by_bytes
 from kvassay.policy.fitting import tokens_for_bytes
 from kvassay.policy.joining import joined, survivors
@@ -218,7 +218,7 @@ class Composed(Policy):
 
     def quiet(self, length: int, generated: int) -> int:
         """Until the first part edits the cache again."""
-        late = [part for part in self.parts if part.decides_at(When.EVERY_STEP, When.EVERY_N)]
+        late = [part for part in self.parts if part.decides_at(*STEPS)]
         return min((part.quiet(length, generated) for part in late), default=0)
 
     @property

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from kvassay.errors import BudgetError, PolicyError
 from kvassay.policy.base import Policy
 from kvassay.policy.budget import Budget
-from kvassay.policy.card import Card, Effect, Evidence, Prefill, When
+from kvassay.policy.card import LATE, Card, Effect, Evidence, Prefill, When
 
 ROLES = {
     "evict": frozenset({Effect.EVICT, Effect.MERGE}),
     "encode": frozenset({Effect.QUANTIZE, Effect.LOW_RANK}),
     "select": frozenset({Effect.SELECT}),
 }
-LATE = (When.ON_WRITE, When.EVERY_STEP, When.EVERY_N)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from kvassay.kernels.device import LaneRead, SlotRead, kernel
 from kvassay.kernels.reads import paged_layer, selected_read, slot_read, stored_reads
 from kvassay.kernels.reference import attend
 from kvassay.layout.model import Layer
-from kvassay.policy.card import Evidence, Prefill, When
+from kvassay.policy.card import STEPS, Evidence, Prefill
 from kvassay.policy.readset import ReadSet
 from kvassay.policy.views import Queries, Rows
 from kvassay.record.calling import attention_through, cache_keyword, decoder_layers, last_rows
@@ -145,7 +145,7 @@ class Engine:
         evidence = asking.Evidences(recent=lambda layer: lane.queries[layer])
         asking.observe(lane, ids, evidence, hidden)
         asking.summarize(lane)
-        for moment in (When.EVERY_STEP, When.EVERY_N):
+        for moment in STEPS:
             if asking.due(lane, moment, len(ids)):
                 asking.decide(lane, evidence, moment=moment)
         if lane.stepwise:  # other lanes only grow: their last step is their peak

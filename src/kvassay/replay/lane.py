@@ -16,7 +16,7 @@ from kvassay.layout.model import Layer, Layout
 from kvassay.policy.acting import may_act, refusal
 from kvassay.policy.base import Memory, Policy, State
 from kvassay.policy.budget import Allowance
-from kvassay.policy.card import When
+from kvassay.policy.card import STEPS, When
 from kvassay.policy.readset import ReadSet
 from kvassay.policy.views import Queries
 from kvassay.replay.arms import Arm
@@ -192,7 +192,7 @@ class Lane:
     @property
     def deciding(self) -> bool:
         """Whether its policy edits the cache while decoding."""
-        return self.policy.decides_at(When.EVERY_STEP, When.EVERY_N)
+        return self.policy.decides_at(*STEPS)
 
     @property
     def keep_queries(self) -> int:

@@ -31,7 +31,7 @@ from kvassay.policy import readset
 from kvassay.policy.acting import refusal
 from kvassay.policy.base import Artefact, Memory, Policy
 from kvassay.policy.budget import Allowance
-from kvassay.policy.card import Evidence, Prefill, When
+from kvassay.policy.card import STEPS, Evidence, Prefill, When
 from kvassay.policy.readset import ReadSet
 from kvassay.policy.views import CacheView, LayerView, Meter
 from kvassay.record.entries import keeps_raw
@@ -65,7 +65,7 @@ def covers(
     """
     if layout is not None and (reason := refusal(policy, layout)) is not None:
         return f"has no place in this model; {reason}"
-    late = {moment for moment in (When.EVERY_STEP, When.EVERY_N) if policy.decides_at(moment)}
+    late = {moment for moment in STEPS if policy.decides_at(moment)}
     if late:
         return f"decides over all layers again while decoding ({', '.join(sorted(late))}); one layer is held at a time"
     if policy.writes_observe:
