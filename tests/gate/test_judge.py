@@ -8,6 +8,7 @@ import pytest
 
 from kvassay.gate.evidence import SetEvidence
 from kvassay.gate.judge import Judged, excluded, judge
+from kvassay.measure.check_outcomes import BEATS
 from kvassay.measure.checks import Finding
 from kvassay.measure.verdict import Check, Verdict
 from tests.gate.made import (
@@ -121,6 +122,22 @@ def test_better_than_dense_beyond_noise_is_suspect() -> None:
     verdict = overall(judge(gate(), ARMS, sets))
     assert verdict.outcome == "suspect"
     assert verdict.reason.startswith("tiny, chain 2k: better than dense beyond noise: top-1 +0.28, noise 0.0")
+
+
+@pytest.mark.parametrize(("above", "outcome"), [(0.2, "suspect"), (0.4, "promote")])
+@pytest.mark.parametrize("found", [True, False])
+def test_a_gain_is_suspect_above_what_the_gate_states(above: float, outcome: str, found: bool) -> None:
+    weak = tuple(value - 0.3 for value in DENSE)  # the candidate is 0.28 better
+    findings = [Finding(BEATS, "suspect", CAND, "top1 +0.28 (noise 0.01)")] if found else []
+    sets = [*everywhere()[:3], evidence("chain", findings=findings, top1={"dense": weak, "dense'": weak})]
+    declared = gate(**{'name = "hand"': f'name = "hand"\nsuspect_above = {{ top1 = {above} }}'})
+    assert overall(judge(declared, ARMS, sets)).outcome == outcome
+
+
+def test_a_leak_check_that_fires_is_no_matter_of_size() -> None:
+    fired = Finding(BEATS, "invalid", CAND, "leak checks fired: future_query")
+    declared = gate(**{'name = "hand"': 'name = "hand"\nsuspect_above = { top1 = 0.9, nll = 9 }'})
+    assert overall(judge(declared, ARMS, everywhere(findings=[fired]))).outcome == "invalid"
 
 
 def test_losing_quality_is_rejected_with_the_numbers() -> None:

@@ -92,6 +92,21 @@ MISTAKES = {
         "contexts = 8\nspread = { topp = 0.2 }",
         "[samples] spread: unknown metric 'topp' (did you mean 'top1'?)",
     ),
+    "gain of what cannot be better": (
+        'name = "hand"',
+        'name = "hand"\nsuspect_above = { kl = 0.1 }',
+        "[gate] suspect_above: unknown metric 'kl' (known: nll, task, top1)",
+    ),
+    "gain of all": (
+        'name = "hand"',
+        'name = "hand"\nsuspect_above = { top1 = 1 }',
+        "[gate] suspect_above: top1: 1 suspects nothing: top1 can gain 1 at most",
+    ),
+    "gain below nothing": (
+        'name = "hand"',
+        'name = "hand"\nsuspect_above = { nll = -0.1 }',
+        "[gate] suspect_above: nll: a gain must be at least 0, not -0.1",
+    ),
     "speed on no hardware": (
         "[roles]",
         '[[speed]]\nof = "latency"\nat_least = 1.2\nevidence = ["modelled"]\n[roles]',

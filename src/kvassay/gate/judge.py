@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from kvassay.experiment.arminfo import ArmInfo
 from kvassay.gate.decide import UNDERPOWERED, quality_checks, reduction_check, speed_check
@@ -16,7 +17,7 @@ from kvassay.gate.evidence import Pair, SetEvidence
 from kvassay.gate.rivals import Rivalry, rival_checks, rivalry
 from kvassay.gate.schema import Gate
 from kvassay.measure.aggregate import AGAIN, DENSE, Cell
-from kvassay.measure.check_outcomes import JUDGED, beats
+from kvassay.measure.check_outcomes import BEATS, JUDGED, beats
 from kvassay.measure.checks import Finding
 from kvassay.measure.metrics import CARDS
 from kvassay.measure.resample import Estimate
@@ -24,6 +25,8 @@ from kvassay.measure.verdict import Check, Outcome, Verdict
 
 ELSEWHERE = "; and {} more"
 """How the reasons of other trace sets are counted."""
+_SEVERE: tuple[Literal["invalid", "suspect"], ...] = ("invalid", "suspect")
+"""Severities of a finding that are an outcome, the worse first."""
 
 
 @dataclass(frozen=True)
@@ -173,14 +176,13 @@ def _one_of(savings: list[Check]) -> list[Check]:
 
 def _decide(gate: Gate, cell: Cell, checks: Sequence[Check], findings: Sequence[Finding]) -> tuple[Outcome, str]:
     """The first thing that stops a careful reader."""
-    for severity in ("invalid", "suspect"):
+    better = [metric for metric in JUDGED if beats(cell, metric, gate.gate.suspect_above.get(metric, 0.0))]
+    for outcome in _SEVERE:
         for item in findings:
-            if item.severity == severity:
-                outcome: Outcome = "invalid" if severity == "invalid" else "suspect"
+            if item.severity == outcome and (outcome == "invalid" or item.name != BEATS or better):
                 return outcome, f"{item.name}: {item.message}"
-    for metric in JUDGED:
-        if beats(cell, metric):
-            return "suspect", f"better than dense beyond noise: {CARDS[metric].title} {_number(cell, metric)}"
+    if better:
+        return "suspect", f"better than dense beyond noise: {CARDS[better[0]].title} {_number(cell, better[0])}"
     failed = [check for check in checks if check.decides and check.passed is False]
     if failed:
         return "reject", _first([describe(check) for check in failed])

@@ -39,6 +39,7 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator, m
 from kvassay.errors import GateError, did_you_mean
 from kvassay.experiment.tables import Names, Table, as_tuple, explain, read_toml
 from kvassay.gate.roles import KINDS, VETO_ONLY, lacking, workloads_of
+from kvassay.measure.check_outcomes import JUDGED
 from kvassay.measure.metrics import CARDS, QUALITY
 from kvassay.measure.resample import MIN_CLUSTERS
 from kvassay.policy.registry import BUILT_IN
@@ -81,6 +82,24 @@ class About(Table):
     """Chance taken, per threshold, of passing an arm that truly lies just beyond it (one-sided)."""
     query_aware: bool = False
     """Whether trace sets whose question was visible while compressing are judged. No engine knows the question."""
+    suspect_above: dict[str, Number] = Field(default_factory=dict)
+    """By metric: a gain over dense up to this is no reason to suspect a leak; 0 where it is not named.
+
+    Any gain becomes significant with enough contexts, and leaving distracting tokens out has a small one.
+    """
+
+    @field_validator("suspect_above")
+    @classmethod
+    def _gains(cls, value: dict[str, float]) -> dict[str, float]:
+        for name, gain in value.items():
+            if name not in JUDGED:
+                raise ValueError(f"unknown metric '{name}'{did_you_mean(name, JUDGED)}")
+            if gain < 0:
+                raise ValueError(f"{name}: a gain must be at least 0, not {gain:g}")
+            bounds = CARDS[name].paired_bounds
+            if bounds is not None and gain >= bounds[1]:
+                raise ValueError(f"{name}: {gain:g} suspects nothing: {name} can gain {bounds[1]:g} at most")
+        return value
 
 
 class Samples(Table):

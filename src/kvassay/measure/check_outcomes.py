@@ -13,6 +13,8 @@ from kvassay.measure.result import BranchResult
 
 JUDGED = ("task", "top1", "nll")
 """Metrics by which an arm can be better than dense."""
+BEATS = "beats_dense"
+"""Name of the finding about an arm that is."""
 FLAT = (*JUDGED, "kl")
 """Metrics that must all be flat for a sweep to count as without effect."""
 _WINDOWS = {"recency", "streaming"}
@@ -37,7 +39,7 @@ def beats_dense(cells: Sequence[Cell], facts: SetFacts, leaks: Sequence[Finding]
         severity: Severity = "invalid" if fired else "note" if reference else "suspect"
         alike = [] if reference else _references_that_beat(better, cells, facts)
         also = f"; so are references, which only leave tokens out: {', '.join(alike[:3])}" if alike else ""
-        yield Finding("beats_dense", severity, cell.arm, f"{shown}; {checked}{also}")
+        yield Finding(BEATS, severity, cell.arm, f"{shown}; {checked}{also}")
 
 
 def _references_that_beat(names: Sequence[str], cells: Sequence[Cell], facts: SetFacts) -> list[str]:
@@ -45,13 +47,13 @@ def _references_that_beat(names: Sequence[str], cells: Sequence[Cell], facts: Se
     return [cell.arm for cell in cells if facts.arms[cell.arm].reference and all(beats(cell, name) for name in names)]
 
 
-def beats(cell: Cell, name: str) -> bool:
-    """Whether an arm is better than dense beyond noise in a metric with a direction."""
+def beats(cell: Cell, name: str, least: float = 0.0) -> bool:
+    """Whether an arm is better than dense beyond noise, and by more than `least`, in a metric with a direction."""
     noise = cell.noise.get(name)
     if noise is None:
         return False
     gain = cell.difference[name].mean * (1 if CARDS[name].better == "higher" else -1)
-    return gain > noise
+    return gain > max(noise, least)
 
 
 def identical_arms(rows: Rows, facts: SetFacts) -> Iterator[Finding]:
