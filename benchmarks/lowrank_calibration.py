@@ -15,6 +15,7 @@ paper's way (equal parameters of the thin projections): mean KL to dense on answ
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -79,7 +80,9 @@ def sensitivity(loaded: LoadedModel, texts: tuple[Trace, Trace], rank: float, te
         other = sum(group != groups(first)[layer] for layer, group in groups(found).items())
         had = max(1, min(samples, texts[text].prefix.tokens // tokens))
         cells = (f"{seconds:.0f}", f"{moved(mine, theirs):.3f}", f"{other}/{len(groups(found))}", f"{values:.2f}")
-        table.add_row("AB"[text], str(had), str(tokens), *cells, kl)
+        row = ("AB"[text], str(had), str(tokens), *cells, kl)
+        table.add_row(*row)
+        print(*row, sep=" | ", file=sys.stderr)
     return table
 
 

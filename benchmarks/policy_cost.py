@@ -10,7 +10,7 @@ seconds below a hundredth are too few to say. Memory is the peak resident size b
 evidence, at the longest length.
 
 Methods whose work is quadratic are measured at a sixteenth of each length, and their seconds at every length are
-extrapolated (~) by the growth found; those that score every prompt query are refused above a stated length (x).
+extrapolated (~) by the growth found: above the stated length (x) they are refused.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from rich.table import Table
 from kvassay.cli.params import TokenCount
 from kvassay.errors import KvassayError
 from kvassay.measure.plan_cost import PlanCost, plan_cost
-from kvassay.policy.base import EVERY_QUERY, Policy
+from kvassay.policy.base import EVERY_QUERY
 from kvassay.policy.card import Effect
+from kvassay.policy.checks import LONGEST_QUADRATIC
 from kvassay.policy.registry import BUILT_IN, get, parse
 
 SHORTER = 16
@@ -71,7 +72,7 @@ def _row(name: str, arguments: argparse.Namespace) -> list[str]:
         growth = _growth(lengths, plan)
         assert growth is not None
         shown = [f"~{plan[-1] * (n / lengths[-1]) ** growth:.0f}" for n in arguments.lengths]
-        note = f"measured up to {lengths[-1] // 1024}K, memory too" + _refused(policy, arguments.lengths[-1])
+        note = f"measured up to {lengths[-1] // 1024}K, memory too; x above {LONGEST_QUADRATIC // 1024}K"
     peak = max(cost.peak_bytes for cost in done) / MIB
     note += " over 2 GiB!" if peak > LAW and not quadratic else ""
     return [
@@ -82,15 +83,6 @@ def _row(name: str, arguments: argparse.Namespace) -> list[str]:
         f"{peak:.0f}",
         note,
     ]
-
-
-def _refused(policy: Policy, tokens: int) -> str:
-    """The policy's own refusal, asked without the work."""
-    if policy.queries_needed < EVERY_QUERY:
-        return ""
-    from kvassay.policy.checks import LONGEST_EVERY_QUERY
-
-    return f"; x above {LONGEST_EVERY_QUERY // 1024}K" if tokens > LONGEST_EVERY_QUERY else ""
 
 
 def _growth(lengths: list[int], seconds: list[float]) -> float | None:

@@ -43,7 +43,7 @@ AFTER = """
   A recording is of the class, so its layout says 129. MiMo-V2.5 has no class in transformers; its layout is read from
   its file (`kvassay inspect mimo-v2.5`).
 - Where full layers hold half the heads of sliding ones (MiMo), blocks of the full layers are of 32 slots, so that all
-  blocks are of as many bytes; policies that read blocks need `block=32` there.
+  blocks are of as many bytes; policies that read smaller blocks are left out by name and need `block=32` there.
 - Step 3.7 has no causal class of its own text model: its multimodal class is loaded, as it is for Gemma 3 and 4 and
   Mistral Small in the sizes that come so. No image is shown.
 - Methods that take a key's rotation back are refused where that cannot be done here, methods on projection weights

@@ -287,8 +287,8 @@ def test_what_has_no_place_beside_the_index_is_left_out_by_name(m3: World, name:
     policy = make(name)
     unit = "keep_tokens" if "keep_tokens" in policy.card.budgets else min(policy.card.budgets, default=None)
     arm = Arm(policy, None if unit is None else Budget(unit, KEEP), PROTECTION)
-    assert not_applicable(m3.trace, [arm])[arm.label].startswith(reason)
-    assert not_applicable(m3.trace, [arm])[arm.label].endswith("(3 of 4 layers, block-sparse)")
+    assert not_applicable(m3.trace, [arm], 16)[arm.label].startswith(reason)
+    assert not_applicable(m3.trace, [arm], 16)[arm.label].endswith("(3 of 4 layers, block-sparse)")
     with pytest.raises(PolicyError, match=f"'{name}' cannot act on minimax_m3_vl_text: {reason}"):
         scope_of(m3.trace.layout, policy)
 

@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvassay.policy.budget import Budget, Protection
 from kvassay.policy.indexers import lightning_score
 from kvassay.policy.registry import make
-from kvassay.replay.open import covers, open_loop, output_errors
+from kvassay.replay.arms import Arm
+from kvassay.replay.open import left_out, open_loop, output_errors
+from kvassay.replay.protocol import Protocol
 from tests.families import models
 from tests.families.arms import DENSE
 from tests.families.conftest import Recorded
@@ -85,8 +88,9 @@ def test_an_evicting_arm_by_hand(family: str, recorded: Recorded) -> None:
 
 
 def test_what_has_no_place_is_not_covered(recorded: Recorded) -> None:
-    layout = recorded("deepseek_v32").trace.layout
-    reason = covers(make("quest"), layout=layout)
-    assert reason is not None and reason.startswith("has no place in this model; redundant: the trained index already")
-    assert covers(make("snapkv"), layout=layout) is None
-    assert covers(make("quest"), layout=recorded("mistral4").trace.layout) is None
+    units = {"quest": "read_tokens", "snapkv": "keep_tokens"}
+    arms = [Arm(make(name), Budget(unit, 0.5), Protection(4, 4)) for name, unit in units.items()]
+    reasons = left_out(recorded("deepseek_v32").trace, arms, Protocol(), calibrated=False)
+    assert list(reasons) == [arms[0].label]
+    assert reasons[arms[0].label].startswith("has no place here; redundant: the trained index already")
+    assert not left_out(recorded("mistral4").trace, arms, Protocol(), calibrated=False)

@@ -167,7 +167,7 @@ def arms() -> list[Arm]:
 
 @pytest.mark.parametrize("family", models.LATENT)
 def test_what_makes_no_sense_is_left_out_with_the_reason(family: str, recorded: Recorded) -> None:
-    found = not_applicable(recorded(family).trace, arms())
+    found = not_applicable(recorded(family).trace, arms(), 16)
     said = {label.split(" ")[0].split("(")[0]: reason for label, reason in found.items()}
     expected = ON_LATENTS | (dict.fromkeys(WHERE_AN_INDEX_SELECTS, REDUNDANT) if family in INDEXED else {})
     assert {name: reason.split(":")[0] for name, reason in said.items()} == expected
@@ -191,7 +191,7 @@ def test_every_other_policy_runs_under_every_law(
     this = make_world(tmp_path_factory.mktemp(family), family, 150)
     names = [name for name in NAMES if name != "dense" and not name.startswith("kvpress")]
     every = [arm for name in names for arm in half(built_in(name))]
-    left = not_applicable(this.trace, every)
+    left = not_applicable(this.trace, every, 16)
     refused = set(ON_LATENTS) | (set(WHERE_AN_INDEX_SELECTS) if family in INDEXED else set())
     assert {label.split(" ")[0].split("(")[0] for label in left} == refused
     rows = watch.run(this, [DENSE, *every], calibration=this.calibration)

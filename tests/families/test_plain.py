@@ -108,7 +108,7 @@ def test_dense_reproduces_every_layers_recorded_output(family: str, recorded: Re
 def test_a_model_of_windows_alone_leaves_policies_nothing(recorded: Recorded, watch: Watch) -> None:
     this, arms = recorded(WINDOWED), [EVICT, SELECT, QUANTISE]
     reason = "it acts on full, the model has sliding"
-    assert not_applicable(this.trace, [DENSE, AGAIN, *arms]) == {arm.label: reason for arm in arms}
+    assert not_applicable(this.trace, [DENSE, AGAIN, *arms], 16) == {arm.label: reason for arm in arms}
     (row,) = watch.run(this, [DENSE, *arms])
     assert row.selected_tokens == this.trace.layout.layers[0].window
     assert (row.blocks_total, set(row.blocks_freed.values())) == (0, {0.0})

@@ -188,7 +188,7 @@ def test_every_policy_but_dense_is_refused_by_name(v4: World) -> None:
         policy = make(name)
         unit = "keep_tokens" if "keep_tokens" in policy.card.budgets else min(policy.card.budgets, default=None)
         arm = Arm(policy, None if unit is None else Budget(unit, 0.5), PROTECTION)
-        reasons[name] = not_applicable(v4.trace, [arm])[arm.label]
+        reasons[name] = not_applicable(v4.trace, [arm], 16)[arm.label]
         with pytest.raises(PolicyError, match=f"'{name}' cannot act on deepseek_v4: (blocked|redundant): "):
             scope_of(v4.trace.layout, policy)
     told = "blocked: an entry stands for several tokens: a decision per token has nothing to act on"
@@ -198,7 +198,7 @@ def test_every_policy_but_dense_is_refused_by_name(v4: World) -> None:
         assert reasons[name].startswith("blocked: entries stay with the model's own compressors")
     assert reasons["locks"].startswith("redundant: a trained index already selects pooled entries")
     assert reasons["dynacalkv"].startswith("redundant: keys and values share one trained low-rank entry")
-    assert not not_applicable(v4.trace, [DENSE, AGAIN])
+    assert not not_applicable(v4.trace, [DENSE, AGAIN], 16)
 
 
 def test_decoding_is_not_timed(v4: World) -> None:

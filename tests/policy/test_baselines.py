@@ -16,7 +16,7 @@ from kvassay.errors import BudgetError, EvidenceMissing, PolicyError
 from kvassay.layout.model import Layer, Rope
 from kvassay.policy.adakv import AdaSnapKV
 from kvassay.policy.base import Policy, top_k_mask
-from kvassay.policy.checks import LONGEST_EVERY_QUERY
+from kvassay.policy.checks import LONGEST_QUADRATIC
 from kvassay.policy.expected_attention import ExpectedAttention
 from kvassay.policy.h2o import H2O
 from kvassay.policy.int8 import Int8
@@ -76,8 +76,9 @@ class TestH2O:
             H2O().score(view(H2O(), dense(N), queries=random_q(6)), memory())
 
     def test_a_context_too_long_to_score_is_refused_with_the_work(self) -> None:
-        shown = view(H2O(), dense(N), queries=random_q(N), length=LONGEST_EVERY_QUERY + 1)
-        with pytest.raises(PolicyError, match=r"65537 tokens are about 1\.4e\+11 multiply-adds a layer"):
+        shown = view(H2O(), dense(N), queries=random_q(N), length=LONGEST_QUADRATIC + 1)
+        says = r"scores every prompt query: about 6\.9e\+10 multiply-adds a layer at 65537 tokens; run on up to 65536"
+        with pytest.raises(PolicyError, match=says):
             H2O().score(shown, memory())
 
 
@@ -273,7 +274,7 @@ def test_parameters_out_of_range_are_refused(text: str, message: str) -> None:
 
 @pytest.mark.parametrize("policy, least", [(SnapKV(window=16), 16), (ThinK(window=8), 8), (RKV(window=4), 4)])
 def test_a_recording_holds_as_many_queries_as_a_policy_says(policy: Policy, least: int) -> None:
-    assert policy.queries_needed == least and H2O().queries_needed > LONGEST_EVERY_QUERY
+    assert policy.queries_needed == least and H2O().queries_needed > LONGEST_QUADRATIC
 
 
 class TestProtection:

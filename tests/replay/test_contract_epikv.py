@@ -121,7 +121,7 @@ def test_an_arm_that_does_not_apply_has_no_rows_instead_of_perfect_ones(llama: W
     watch.proving = False
     rows = watch.run(llama, [DENSE, idle])
     assert {row.arm for row in rows} == {"dense"}
-    assert list(not_applicable(llama.trace, [DENSE, idle, ARM])) == [idle.label]
+    assert list(not_applicable(llama.trace, [DENSE, idle, ARM], 16)) == [idle.label]
 
 
 def test_layers_of_any_depth() -> None:

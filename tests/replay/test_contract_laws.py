@@ -353,7 +353,7 @@ def test_a_card_must_agree_with_itself_and_with_the_model(llama: World, watch: W
         watch.run(llama, [ARMS[0], Arm(beyond, None, PROTECTION)])
     nowhere = decider(lambda cache: Decision(), acts_on=frozenset({"latent"}))
     arm, reason = Arm(nowhere, None, PROTECTION), "it acts on latent, the model has full"
-    assert not_applicable(llama.trace, [ARMS[0], arm]) == {arm.label: reason}
+    assert not_applicable(llama.trace, [ARMS[0], arm], 16) == {arm.label: reason}
     with pytest.raises(PolicyError, match=reason):
         scope_of(llama.trace.layout, nowhere)
 

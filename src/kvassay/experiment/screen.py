@@ -17,7 +17,7 @@ from kvassay.measure.result import LayerFidelity
 from kvassay.policy.budget import Budget, Protection
 from kvassay.policy.registry import parse
 from kvassay.replay.arms import Arm, always_on, grid
-from kvassay.replay.open import covers, open_loop, output_errors
+from kvassay.replay.open import left_out, open_loop, output_errors
 from kvassay.replay.protocol import Protocol
 from kvassay.trace.reader import Trace
 
@@ -61,10 +61,8 @@ def screen_trace(
     trace = Trace.open(path)
     other = None if calibration is None else Trace.open(calibration)
     wanted = _arms(policies, [Budget.parse(text) for text in budgets], protection, yardsticks)
-    reasons = {
-        arm.label: covers(arm.policy, arm.prefill, calibrated=other is not None, layout=trace.layout) for arm in wanted
-    }
-    arms = tuple(arm for arm in wanted if reasons[arm.label] is None)
+    reasons = left_out(trace, wanted, protocol, calibrated=other is not None)
+    arms = tuple(arm for arm in wanted if arm.label not in reasons)
     if not arms:
         raise PolicyError("; ".join(f"arm '{label}' {reason}" for label, reason in reasons.items()))
     rows = open_loop(trace, arms, protocol, progress, calibration=other)
@@ -75,7 +73,7 @@ def screen_trace(
         arms,
         tuple(screen(rows)),
         tuple(rows),
-        {label: reason for label, reason in reasons.items() if reason is not None},
+        reasons,
         max(errors) if errors else None,
     )
 
@@ -102,13 +100,9 @@ def screen_run(results: Results, progress: Callable[[str], None] = lambda messag
     for (model, label), name in results.first_traces().items():
         calibration = Trace.open(folder.traces / fitted[model]) if model in fitted else None
         trace = Trace.open(folder.traces / name)
-        covered = []
-        for arm in plan.arms:
-            reason = covers(arm.policy, arm.prefill, calibrated=calibration is not None, layout=trace.layout)
-            if reason is not None:
-                skipped[arm.label] = reason
-            elif not arm.again:
-                covered.append(arm)
+        left = left_out(trace, plan.arms, plan.protocol, calibrated=calibration is not None)
+        skipped |= left
+        covered = [arm for arm in plan.arms if arm.label not in left and not arm.again]
         progress(f"{model}, {label}")
         rows += open_loop(trace, covered, plan.protocol, progress, calibration=calibration)
     with folder.locked():

@@ -107,7 +107,7 @@ class Session:
         return done
 
     def _done(self, unit: Unit, trace: Trace, calibration: Trace | None) -> Done:
-        idle = not_applicable(trace, self.plan.arms)
+        idle = not_applicable(trace, self.plan.arms, self.plan.protocol.block_size)
         return Done(unit, unit_key(trace, self.plan, calibration), trace.path.name, idle)
 
     def _trace_path(self, name: str, sample: Sample) -> Path:

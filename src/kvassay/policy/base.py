@@ -176,6 +176,11 @@ class Policy:
         return 0
 
     @property
+    def read_block(self) -> int:
+        """Tokens of the blocks that `read` answers in; 1 if it names tokens."""
+        return 1
+
+    @property
     def fitted_by(self) -> Policy:
         """The policy whose artefact it uses: itself, of a twin its original."""
         return self

@@ -37,6 +37,11 @@ class BlockSelector(Policy):
         at_least(self, block=1, dense_layers=0)
 
     @property
+    def read_block(self) -> int:
+        """`block`."""
+        return self.block
+
+    @property
     def forced_ends(self) -> tuple[int, int]:
         """Blocks that the method always reads: of the start, and of the end; the block still filling is the last."""
         return 0, 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvassay.errors import BudgetError, EvidenceMissing, PolicyError
-from kvassay.policy.base import Policy
+from kvassay.layout.model import Layer
+from kvassay.policy.base import EVERY_QUERY, Policy
 from kvassay.policy.budget import Allowance
 from kvassay.policy.views import CacheView, LayerView
 
@@ -44,21 +45,39 @@ def enough_queries(policy: Policy, layer: LayerView, held: int, wanted: int) -> 
         )
 
 
-LONGEST_EVERY_QUERY = 65_536
-"""Longest context, in tokens, at which a method that scores every prompt query is run."""
+LONGEST_QUADRATIC = 65_536
+"""Longest context, in tokens, at which a method is run whose work grows with the square of it."""
+
+
+def too_long(policy: Policy, layer: Layer, tokens: int) -> str | None:
+    """Why a policy is not run on so many tokens of a layer, with the work it would be; None if it is.
+
+    By what it declares: it scores every prompt query (`Policy.queries_needed`), or compares tokens with each other.
+    """
+    if tokens <= LONGEST_QUADRATIC:
+        return None
+    if policy.queries_needed >= EVERY_QUERY:
+        what, heads = "scores every prompt query", layer.q_heads
+    elif policy.compares_tokens:
+        what, heads = "compares tokens with each other", layer.kv.kv_heads
+    else:
+        return None
+    work = heads * tokens**2 / 2 * layer.kv.k_dim
+    return f"{what}: about {work:.1e} multiply-adds a layer at {tokens} tokens; run on up to {LONGEST_QUADRATIC}"
+
+
+def affordable(policy: Policy, layer: LayerView, tokens: int) -> None:
+    """Raise `PolicyError` where so many tokens are too many for a policy of quadratic work."""
+    if reason := too_long(policy, layer.layer, tokens):
+        raise PolicyError(f"policy '{policy.card.name}' {reason}")
 
 
 def every_query(policy: Policy, layer: LayerView, first: int) -> None:
     """Raise unless the queries of all positions from `first` on are there and scoring them all is affordable.
 
-    `PolicyError` above `LONGEST_EVERY_QUERY` tokens, with the work it would be; `EvidenceMissing` for a short record.
+    `PolicyError` above `LONGEST_QUADRATIC` tokens; `EvidenceMissing` for a short record.
     """
-    if layer.length > LONGEST_EVERY_QUERY:
-        work = layer.layer.q_heads * layer.length**2 * layer.layer.kv.k_dim
-        raise PolicyError(
-            f"policy '{policy.card.name}' scores every prompt query: {layer.length} tokens are about {work:.1e} "
-            f"multiply-adds a layer; it is run on up to {LONGEST_EVERY_QUERY} tokens"
-        )
+    affordable(policy, layer, layer.length)
     held = layer.queries(layer.length).q.shape[1]
     if held < layer.length - first:
         raise EvidenceMissing(

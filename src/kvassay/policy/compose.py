@@ -248,6 +248,11 @@ class Composed(Policy):
         return max(part.queries_needed for part in self.parts)
 
     @property
+    def read_block(self) -> int:
+        """The selector's."""
+        return max(part.read_block for part in self.parts)
+
+    @property
     def query_ring(self) -> int:
         """The longest of a part."""
         return max(part.query_ring for part in self.parts)

@@ -19,7 +19,7 @@ from kvassay.cache.edits import Bias, Decision, Edit, Evict, Merge
 from kvassay.policy.base import ALL_APART, Memory, Policy, protected_top_k
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Approximates, Card, Effect, Evidence
-from kvassay.policy.checks import at_least, one_of
+from kvassay.policy.checks import affordable, at_least, one_of
 from kvassay.policy.knorm import KeyNorm
 from kvassay.policy.snapkv import SnapKV
 from kvassay.policy.views import CacheView, LayerView
@@ -52,6 +52,7 @@ class NearestMerge(Policy):
             "not D2O: no per-layer budgets, no running similarity threshold, plain means; keys are not merged",
             "any kept token may be a target, protected ones included",
         ),
+        limits=("compares every evicted key with every kept one: quadratic work, refused above 65,536 tokens",),
     )
 
     def __post_init__(self) -> None:
@@ -75,7 +76,11 @@ class NearestMerge(Policy):
         return Decision(edits)
 
     def targets(self, layer: LayerView, keep: Tensor) -> Tensor:
-        """int64 [kv_heads, tokens]: view index of the kept token of most similar key; -1 for kept and unmerged ones."""
+        """int64 [kv_heads, tokens]: view index of the kept token of most similar key; -1 for kept and unmerged ones.
+
+        Raises `PolicyError` where there are more than may be compared.
+        """
+        affordable(self, layer, layer.tokens)
         unit = functional.normalize(layer.keys, dim=-1)
         kept, is_kept = _indices(keep)
         gone, is_gone = _indices(layer.alive & ~keep)

@@ -15,7 +15,7 @@ from kvassay.errors import PolicyError
 from kvassay.policy.base import ALL_APART, Memory, Policy
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Card, Effect, Evidence, When
-from kvassay.policy.checks import at_least, enough_queries, more_than_forced
+from kvassay.policy.checks import affordable, at_least, enough_queries, more_than_forced
 from kvassay.policy.views import CacheView, LayerView
 
 COSINES = 1 << 24
@@ -56,7 +56,8 @@ class RKV(Policy):
             "redundancy is the softmax over tokens of the mean cosine",
         ),
         limits=(
-            "compares every key with every other: quadratic work in what is held; budget + interval tokens at peak",
+            "compares every key with every other: quadratic work in what is held, refused above 65,536 tokens",
+            "holds budget + interval tokens at peak",
         ),
     )
 
@@ -88,7 +89,9 @@ class RKV(Policy):
         """Softmax over tokens of the mean cosine to the other keys: [kv_heads, tokens].
 
         A column is summed over rows; row i leaves out itself and the last key similar to it. Streamed over rows.
+        Raises `PolicyError` where more are held than may be compared.
         """
+        affordable(self, layer, layer.tokens)
         alive = layer.alive
         unit = functional.normalize(layer.keys, dim=-1).masked_fill(~alive[..., None], 0.0)
         heads, tokens = alive.shape

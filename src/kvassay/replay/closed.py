@@ -64,7 +64,7 @@ def replay_trace(
     `PolicyError` if a policy needs a calibration and there is none, or it is not disjoint from the trace.
     """
     check_replay(loaded, trace, arms, protocol)
-    idle = not_applicable(trace, arms)
+    idle = not_applicable(trace, arms, protocol.block_size)
     arms = [arm for arm in arms if arm.label not in idle]
     artefacts = fit_offline([arm.policy for arm in arms], trace, calibration, loaded.model)
     replay = Replay(loaded, trace, arms, protocol, artefacts)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from kvassay.layout.model import Layer
 from kvassay.policy.acting import may_act
-from kvassay.policy.base import EVERY_QUERY
 from kvassay.policy.card import TAPS, Effect, Evidence, Prefill, When
-from kvassay.policy.checks import LONGEST_EVERY_QUERY
+from kvassay.policy.checks import too_long
 from kvassay.replay.arms import Arm
 
-LONGEST_COMPARED = 65_536
-"""Longest context, in tokens, at which a method that compares tokens with each other is run."""
 GIB = 2**30
 
 
@@ -34,25 +31,7 @@ def refusal(arm: Arm, layer: Layer, context: int, question: int) -> str | None:
         return "shares one budget out over the layers; one layer is replayed at a time"
     if policy.writes_observe:
         return "carries state from step to step over all layers"
-    return _too_long(arm, layer, context) or _not_apart(arm, layer, context) or _late(arm, question)
-
-
-def _too_long(arm: Arm, layer: Layer, context: int) -> str | None:
-    kv, policy = layer.kv, arm.policy
-    pairs = context**2 / 2
-    if policy.queries_needed >= EVERY_QUERY and context > LONGEST_EVERY_QUERY:
-        work = layer.q_heads * pairs * kv.k_dim
-        return (
-            f"scores every prompt query: about {work:.1e} multiply-adds a layer at {context} tokens; run on up to "
-            f"{LONGEST_EVERY_QUERY}"
-        )
-    if policy.compares_tokens and context > LONGEST_COMPARED:
-        work = kv.kv_heads * pairs * kv.k_dim
-        return (
-            f"compares tokens with each other: about {work:.1e} multiply-adds a layer at {context} tokens; run on up "
-            f"to {LONGEST_COMPARED}"
-        )
-    return None
+    return too_long(policy, layer, context) or _not_apart(arm, layer, context) or _late(arm, question)
 
 
 def _not_apart(arm: Arm, layer: Layer, context: int) -> str | None:

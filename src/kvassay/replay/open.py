@@ -24,11 +24,9 @@ from kvassay.cache.edits import Decision
 from kvassay.cache.ops import group_specs
 from kvassay.errors import ExperimentError, PolicyError
 from kvassay.kernels.reference import attend, attention_weights
-from kvassay.layout.model import Layout
 from kvassay.measure.fidelity import Deviation, retained_share
 from kvassay.measure.result import LayerFidelity
 from kvassay.policy import readset
-from kvassay.policy.acting import refusal
 from kvassay.policy.base import Artefact, Memory, Policy
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import STEPS, Evidence, Prefill, When
@@ -36,6 +34,7 @@ from kvassay.policy.readset import ReadSet
 from kvassay.policy.views import CacheView, LayerView, Meter
 from kvassay.record.entries import keeps_raw
 from kvassay.replay import asking
+from kvassay.replay.applies import refusal
 from kvassay.replay.arms import Arm
 from kvassay.replay.bytes import read_bytes
 from kvassay.replay.calibration import fit_offline
@@ -52,19 +51,11 @@ ELEMENTS = 1 << 24
 """Attention weights [q_heads, queries, tokens] looked at together: more queries than that go in several chunks."""
 
 
-def covers(
-    policy: Policy,
-    prefill: Prefill = Prefill.SHARED_DENSE,
-    *,
-    calibrated: bool = False,
-    layout: Layout | None = None,
-) -> str | None:
+def covers(policy: Policy, prefill: Prefill = Prefill.SHARED_DENSE, *, calibrated: bool = False) -> str | None:
     """Why the open loop cannot replay this policy, or None if it can.
 
-    calibrated: there is a calibration trace; layout: of the model, which may have no place for the policy
+    calibrated: there is a calibration trace
     """
-    if layout is not None and (reason := refusal(policy, layout)) is not None:
-        return f"has no place in this model; {reason}"
     late = {moment for moment in STEPS if policy.decides_at(moment)}
     if late:
         return f"decides over all layers again while decoding ({', '.join(sorted(late))}); one layer is held at a time"
@@ -79,6 +70,17 @@ def covers(
     return None
 
 
+def left_out(trace: Trace, arms: Sequence[Arm], protocol: Protocol, *, calibrated: bool) -> dict[str, str]:
+    """Label of every arm that the open loop cannot replay on this trace, and why: the model and its length included."""
+    found = {}
+    for arm in arms:
+        reason = refusal(arm.policy, trace.layout, trace.prefix.tokens, protocol.block_size)
+        reason = f"has no place here; {reason}" if reason else covers(arm.policy, arm.prefill, calibrated=calibrated)
+        if reason is not None:
+            found[arm.label] = reason
+    return found
+
+
 def open_loop(
     trace: Trace,
     arms: Sequence[Arm],
@@ -90,12 +92,11 @@ def open_loop(
     """Screen arms on one trace; one row per (branch, arm, layer), in that order.
 
     calibration: a trace of other text, which policies that learn offline are fitted on
-    Raises `PolicyError` for an arm that `covers` says no to, `ExperimentError` if the trace has no branches,
+    Raises `PolicyError` for an arm of `left_out`, `ExperimentError` if the trace has no branches,
     and whatever the policies' evidence and budgets raise in the closed loop.
     """
-    for arm in arms:
-        if reason := covers(arm.policy, arm.prefill, calibrated=calibration is not None, layout=trace.layout):
-            raise PolicyError(f"arm '{arm.label}' cannot run in the open loop: its policy {reason}")
+    for label, reason in left_out(trace, arms, protocol, calibrated=calibration is not None).items():
+        raise PolicyError(f"arm '{label}' cannot run in the open loop: its policy {reason}")
     if not trace.branches:
         raise ExperimentError(f"{trace.path}: has no branches, so there are no queries to replay")
     artefacts = fit_offline([arm.policy for arm in arms], trace, calibration)
