@@ -77,6 +77,26 @@ def test_needles_fit_any_length(length: int, index: int, bos: bool, plain: Any, 
     assert len(re.findall(r"The pass code of \w+ is \d{5}\.", text)) == 6
 
 
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(length=st.integers(64, 2000), generated=st.integers(400, 2000), index=st.integers(0, 50), bos=st.booleans())
+def test_generated_needles_are_never_in_the_prompt(
+    length: int, generated: int, index: int, bos: bool, plain: Any, with_bos: Any
+) -> None:
+    tokenizer = with_bos if bos else plain
+    sample = build("needle_generated", tokenizer, length, index=index, generated=generated, questions=2)
+    assert len(sample.context_ids) == length
+    assert "pass code" not in text_of(tokenizer, sample.context_ids)
+    for branch in sample.branches:
+        fed = text_of(tokenizer, branch.question_ids)
+        assert len(set(re.findall(r"The pass code of \w+ is \d{5}\.", fed))) == 4
+        assert branch.meta["evidence"] in fed and branch.meta["evidence_token"] >= length
+
+
+def test_generated_text_too_short_to_hold_needles_is_refused(plain: Any) -> None:
+    with pytest.raises(WorkloadError, match="generated=255 must be at least 256"):
+        build("needle_generated", plain, 512, generated=255)
+
+
 def test_every_question_of_the_needle_has_its_own_answer_in_the_text(plain: Any) -> None:
     sample = build("needle_multikey", plain, 2048, seed=1)
     codes = dict(re.findall(r"The pass code of (\w+) is (\d{5})\.", text_of(plain, sample.context_ids)))

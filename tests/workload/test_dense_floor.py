@@ -18,11 +18,12 @@ from kvassay.workload.sample import Sample
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 MODELS = ("smollm2-135m", "gemma-3-270m")
-GENERATED = ("scratchpad", 512, {"generated": 768})
-"""Most of its text is an answer, fed as such: its context may be short."""
+GENERATED = ("scratchpad", "needle_generated")
+"""Most of their text is an answer, fed as such: their context may be short."""
 WORKLOADS: list[tuple[str, int, dict[str, Any]]] = [
-    (name, 2048, {}) for name in FLOORS if name not in ("scratchpad", "jsonl")
-] + [GENERATED]
+    *((name, 2048, {}) for name in FLOORS if name not in (*GENERATED, "jsonl")),
+    *((name, 512, {"generated": 768}) for name in GENERATED),
+]
 """Imported texts have no length of their own."""
 CONTEXTS = 2
 

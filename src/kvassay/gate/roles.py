@@ -13,6 +13,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
     {
         "needle_single": "single-needle",
         "needle_multikey": "multi-key",
+        "needle_generated": "generated-needle",
         "kv_short": "multi-key",
         "kv_uuid": "multi-key",
         "copy": "copy",
@@ -26,7 +27,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
 )
 """Kind by workload."""
 
-VETO_ONLY = frozenset({"single-needle", "prose"})
+VETO_ONLY = frozenset({"single-needle", "generated-needle", "prose"})
 """Kinds that may never speak for a policy."""
 
 TOGETHER = ("multi-key", "copy", "tracing", "reasoning-shaped")

@@ -60,7 +60,7 @@ class Kara(Policy):
         limits=(
             "never touches the prompt: nothing is gained where prompts are long and answers short",
             "memory grows without bound, at the rate of what is kept; up to a window more is held",
-            "a statement that its own window ignores is lost; plant needles in generated text to see it",
+            "a statement that its own window ignores is lost: the workload needle_generated asks for such",
         ),
         deviations=(
             "fixed windows per sequence (the accuracy experiments); the engine's trigger is periodic over the batch",

@@ -26,6 +26,7 @@ FLOORS: Mapping[str, DenseFloor] = MappingProxyType(
     {
         "needle_single": DenseFloor(0.60, 1.5),
         "needle_multikey": DenseFloor(0.50, 1.8),
+        "needle_generated": DenseFloor(0.50, 1.8),
         "copy": DenseFloor(0.50, 2.5),
         "kv_short": DenseFloor(0.50, 1.8),
         "kv_uuid": DenseFloor(0.50, 1.8),

@@ -1,12 +1,14 @@
-"""Needles in prose: one pass code (`needle_single`) or several that must be told apart (`needle_multikey`).
+"""Needles in prose: one pass code (`needle_single`), several that must be told apart (`needle_multikey`), or several in
+text that is fed as if generated (`needle_generated`).
 
-A single needle may veto a policy, never promote it: it stays at 100 % where reasoning already breaks.
+A single needle may veto a policy, never promote it: it stays at 100 % where reasoning already breaks. Needles in
+generated text ask what a policy that leaves prompts alone loses of what came later.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvassay.errors import WorkloadError
 from kvassay.workload.assemble import Draft, Insert, Job, Question
@@ -26,6 +28,19 @@ class SingleParams:
     """One needle with a code of `digits` digits."""
 
     digits: int = 5
+
+
+@dataclass(frozen=True)
+class GeneratedParams:
+    """The last `generated` tokens of the document follow the context, `keys` needles among them and none before."""
+
+    generated: int = 1024
+    keys: int = 4
+    digits: int = 5
+
+
+CLEAR = 128
+"""Tokens between the end of the prompt and the first place of a needle: a sentence is not cut to put one in."""
 
 
 def draft(job: Job, params: NeedleParams) -> Draft:
@@ -50,6 +65,16 @@ def draft(job: Job, params: NeedleParams) -> Draft:
 def draft_single(job: Job, params: SingleParams) -> Draft:
     """The same with one key."""
     return draft(job, NeedleParams(keys=1, digits=params.digits))
+
+
+def draft_generated(job: Job, params: GeneratedParams) -> Draft:
+    """The same with all needles in text that is fed token by token, as if generated."""
+    if params.generated < 2 * CLEAR:
+        raise WorkloadError(f"{job.workload}: generated={params.generated} must be at least {2 * CLEAR}")
+    made = draft(job, NeedleParams(params.keys, params.digits))
+    first = (job.length + CLEAR) / (job.length + params.generated)
+    inserts = tuple(replace(insert, depth=first + (1 - first) * insert.depth) for insert in made.inserts)
+    return replace(made, inserts=inserts, generated=params.generated, preview="")
 
 
 def numbers(rng: random.Random, count: int, digits: int) -> list[str]:

@@ -40,6 +40,8 @@ _ALL = (
              needle.SingleParams, needle.draft_single, 1),
     Workload("needle_multikey", "several pass codes that must be told apart", "promote", "first_integer",
              needle.NeedleParams, needle.draft),
+    Workload("needle_generated", "several pass codes, all in text fed token by token as if generated", "veto",
+             "first_integer", needle.GeneratedParams, needle.draft_generated),
     Workload("copy", "go on with a list of random words", "promote", "prefix_words",
              copying.CopyParams, copying.draft),
     Workload("kv_short", "value of a key in a block of pairs, short digits or hex", "promote", "starts_with",
