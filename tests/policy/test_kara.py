@@ -95,6 +95,11 @@ class TestToken2Chunk:
         assert self.kept(3, forced=[9]) == [1, 3, 9]
         assert self.kept(2, forced=[8, 9]) == [8, 9]
 
+    def test_forced_tokens_take_no_candidates_place(self) -> None:
+        """Three of six stay anyway: of the other three two are candidates, 1 and 3, and their gap takes the last."""
+        assert self.kept(6, forced=[7, 8, 9]) == [1, 2, 3, 7, 8, 9]
+        assert self.kept(6, forced=[7, 8, 9], longest=1) == [1, 3, 6, 7, 8, 9]
+
     @settings(max_examples=50, deadline=None)
     @given(
         importance=st.lists(st.floats(0, 10), min_size=1, max_size=40),

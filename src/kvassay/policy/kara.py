@@ -28,7 +28,7 @@ class Kara(Policy):
     """Every `interval` generated tokens, keep a share of exactly those, by attention inside them; never the prompt.
 
     interval: tokens of a window; a multiple of the block size frees whole blocks
-    share: of the kept tokens that are chosen one by one before gaps are filled
+    share: of the kept tokens, those that always stay aside, that are chosen one by one before gaps are filled
     longest: longest chunk filled between two chosen tokens; 1 turns Token2Chunk off
     guard: last tokens of the window that always stay
     scorer: attention inside the window without a causal mask, with one, or of the last 8 queries alone

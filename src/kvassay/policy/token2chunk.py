@@ -23,13 +23,13 @@ def token2chunk(
     """bool [tokens] with exactly `keep` true.
 
     importance: float [tokens], in position order; ties go to the earlier token
-    share: of `keep` that candidates take; 1 leaves nothing to fill
+    share: of what `forced` leaves of `keep` that candidates take; 1 leaves nothing to fill
     longest: longest chunk one gap and its two candidates may make; below 3 nothing is filled
     order: of gaps: importance of both ends and the mean inside, per token it costs; or cheapest first
-    forced: tokens that are kept first, inside `keep`
+    forced: tokens that are kept first, inside `keep`; they end gaps as candidates do
     """
     best = torch.sort(importance, descending=True, stable=True).indices.tolist()
-    candidates = min(keep, max(math.ceil(share * keep), len(forced)))
+    candidates = len(forced) + math.ceil(share * max(0, keep - len(forced)))
     ranked = [*forced, *(t for t in best if t not in set(forced))]
     kept = set(ranked[:candidates])
     for first, last in _gaps(importance, sorted(kept), longest, order):
