@@ -106,6 +106,24 @@ def test_a_candidate_that_runs_anyway_runs_once(tmp_path: Path) -> None:
     assert labels.count("random keep=0.25") == 1
 
 
+def test_what_merges_runs_beside_its_twin_that_does_not(tmp_path: Path) -> None:
+    merging = '["selkv", "knorm", "nearest-merge(scorer=snapkv)", "selkv+int8", "selkv~shuffled"]'
+    plan = plan_of(tmp_path, ('["snapkv(window=16)"]', merging))
+    own = [arm.policy.label for arm in plan.arms if arm.policy.label not in {"dense", "random", "recency", "streaming"}]
+    assert own[-8:] == [
+        "selkv",
+        "selkv~merge-off",
+        "knorm",
+        "nearest-merge(scorer=snapkv)",
+        "nearest-merge~merge-off(scorer=snapkv)",
+        "selkv+int8",
+        "selkv~merge-off+int8",
+        "selkv~shuffled",
+    ]
+    listed = plan_of(tmp_path, ('["snapkv(window=16)"]', '["selkv", "knorm", "selkv~merge-off"]'))
+    assert [arm.policy.label for arm in listed.arms][-3:] == ["selkv", "knorm", "selkv~merge-off"]
+
+
 def test_each_policy_takes_the_budgets_of_its_unit(tmp_path: Path) -> None:
     change = (
         '["snapkv(window=16)"]\nbudgets = ["keep=0.25"]',

@@ -14,8 +14,10 @@ from kvassay.experiment.schema import Experiment
 from kvassay.measure.aggregate import DENSE
 from kvassay.policy.base import Policy
 from kvassay.policy.budget import Allowance, Budget, Protection
-from kvassay.policy.card import Prefill
+from kvassay.policy.card import Effect, Prefill
+from kvassay.policy.compose import Composed
 from kvassay.policy.registry import parse
+from kvassay.policy.twins import merge_off
 from kvassay.replay.arms import Arm, always_on, grid
 
 T = TypeVar("T")
@@ -24,12 +26,14 @@ T = TypeVar("T")
 def build_arms(experiment: Experiment, source: str, base: Path) -> list[Arm]:
     """Every arm of the experiment, always-on arms first and those with a prefill of their own last.
 
-    A candidate that is an always-on arm too appears once. Plug-in files are looked up from `base`.
+    A candidate that is an always-on arm too appears once; one that merges has its merge-off twin after it.
+    Plug-in files are looked up from `base`.
     Raises `ExperimentError`, naming `source` and the key, for an unknown policy, parameter or budget.
     """
     wanted = experiment.arms
     budgets = [_named(f"{source}: [arms] budgets", Budget.parse, text) for text in wanted.budgets]
-    policies = [_named(f"{source}: [arms] policies", _parse_from(base), text) for text in wanted.policies]
+    listed = [_named(f"{source}: [arms] policies", _parse_from(base), text) for text in wanted.policies]
+    policies = _with_twins(listed)
     protection = Protection(experiment.protection.sink, experiment.protection.recent)
     shared = _named(f"{source}: [arms] budgets", _shared(protection), budgets) if wanted.always_on else []
     taken = {arm.label for arm in shared}
@@ -54,6 +58,23 @@ def build_arms(experiment: Experiment, source: str, base: Path) -> list[Arm]:
             f"{source}: [arms] always_on is false, so policies must list '{DENSE}': arms are compared with it"
         )
     return arms
+
+
+def _with_twins(listed: Sequence[Policy]) -> list[Policy]:
+    """Each policy, and after one that merges the same without its merges: the pair tells what merging adds."""
+    labels, policies = {policy.label for policy in listed}, []
+    for policy in listed:
+        policies.append(policy)
+        if Effect.MERGE in policy.card.effects and "~" not in policy.card.name:
+            twin = _without_merges(policy)
+            policies += [] if twin.label in labels else [twin]
+    return policies
+
+
+def _without_merges(policy: Policy) -> Policy:
+    if not isinstance(policy, Composed):
+        return merge_off(policy) if Effect.MERGE in policy.card.effects else policy
+    return Composed(tuple(replace(part, policy=_without_merges(part.policy)) for part in policy.parts_with_budgets))
 
 
 def check_budgets(experiment: Experiment, arms: list[Arm], source: str) -> None:
