@@ -49,6 +49,37 @@ def test_help_imports_no_model_library(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
+SLIPS = {
+    "key": ('length = "2k"', 'lenght = "2k"', "unknown key 'lenght' (did you mean 'length'?)"),
+    "policy": ('"snapkv"', '"snapvk"', "unknown policy 'snapvk' (did you mean 'snapkv'?)"),
+    "budget": ("keep=0.25", "keep=no", "budget 'keep=no'"),
+    "workload": ("kv_short", "kv_shrot", "unknown workload 'kv_shrot' (did you mean 'kv_short'?)"),
+    "model": ("smollm2-135m", "gemma-3-27m", "'gemma-3-27m' is no folder"),
+    "length": ('"2k"', '"9k"', "length 9216 leaves no room"),
+}
+
+
+@pytest.mark.parametrize(("right", "wrong", "message"), SLIPS.values(), ids=SLIPS)
+def test_a_slip_in_an_experiment_is_told_before_a_model_library_is_imported(
+    right: str, wrong: str, message: str, tmp_path: Path
+) -> None:
+    text = (
+        '[experiment]\nname = "first"\nmodels = ["smollm2-135m"]\n[[workload]]\nname = "kv_short"\nlength = "2k"\n'
+        '[arms]\npolicies = ["snapkv"]\nbudgets = ["keep=0.25"]\n'
+    )
+    assert right in text
+    file = tmp_path / "first.toml"
+    file.write_text(text.replace(right, wrong), encoding="utf-8")
+    code = (
+        "import sys\nfrom kvassay.cli.main import main\n"
+        f"try:\n    main(['run', {str(file)!r}])\nexcept SystemExit as stop:\n    assert stop.code == 2, stop.code\n"
+        "heavy = {'torch', 'transformers', 'scipy', 'altair', 'numba', 'pyarrow'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and message in done.stderr, done.stderr
+
+
 def test_python_m_kvassay_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "kvassay", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"kvassay, version {__version__}\n"

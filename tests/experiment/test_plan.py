@@ -64,7 +64,22 @@ MISTAKES = {
         ('"2k"', '"8k"'),
         "[[workload]] 1: length 8192 leaves no room for a question in the native context of smollm2-135m, 8192 tokens",
     ),
-    "unknown model": (("smollm2-135m", "smolm2-135m"), "[experiment] models: smolm2-135m: no such file"),
+    "unknown model": (
+        ("smollm2-135m", "smolm2-135m"),
+        "[experiment] models: 'smolm2-135m' is no folder, no Hugging Face id (owner/name) and no embedded model "
+        "(did you mean 'smollm2-135m'?)",
+    ),
+    "model like none": (("smollm2-135m", "gpt2"), "no embedded model (known: gemma-3-270m, smollm2-135m)"),
+    "layout without weights": (
+        ("smollm2-135m", "llama-3.1-8b"),
+        "[experiment] models: 'llama-3.1-8b' is a layout in the registry, without weights; to run it, name the "
+        "folder or the Hugging Face id of its weights (meta-llama/",
+    ),
+    "second model": (('"smollm2-135m"]', '"smollm2-135m", "./none"]'), "[experiment] models: './none' is no folder"),
+    "draft model": (
+        ("[arms]", '[speculation]\ndrafters = ["ngram", "./none"]\n[arms]'),
+        "[speculation] drafters: './none' is no folder",
+    ),
     "own prefill of an unknown policy": (
         ("budgets =", 'own_prefill = ["pf8"]\nbudgets ='),
         "[arms] own_prefill: unknown policy 'pf8' (did you mean 'fp8'?)",

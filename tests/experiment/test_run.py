@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -289,14 +290,34 @@ def test_another_experiments_folder_is_left_alone(plan: MAKER, tmp_path: Path) -
     ("change", "message"),
     [
         (('name = "tiny"', 'name = "tiny"\ndevice = "tpu"'), "device 'tpu'"),
-        (("models = [", 'models = ["/nope", '), "/nope"),
+        (("models = [", 'models = ["/nope", '), "'/nope' is no folder"),
     ],
 )
 def test_a_model_or_device_that_cannot_be_is_refused_before_anything_is_written(
     plan: MAKER, change: tuple[str, str], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(KvassayError, match=message):
         run(plan(1, change), tmp_path / "run", replay=FakeReplay())
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("gone", "message"),
+    [
+        ("model.safetensors", r"no weights: neither \*\.safetensors nor"),
+        ("tokenizer.json", "cannot be loaded"),
+        ("config.json", "no config.json"),
+    ],
+)
+def test_every_model_is_looked_at_before_the_first_is_run(
+    gone: str, message: str, plan: MAKER, tiny_model: Path, tmp_path: Path
+) -> None:
+    second = tmp_path / "second"
+    shutil.copytree(tiny_model, second)
+    made = plan(1, ("models = [", f'models = ["{tiny_model}", "{second}"]  # ['))
+    (second / gone).unlink()
+    with pytest.raises(ModelError, match=message):
+        run(made, tmp_path / "run", replay=FakeReplay())
     assert not (tmp_path / "run").exists()
 
 

@@ -109,6 +109,29 @@ def test_what_is_wrong_is_said_on_one_line(text: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("snapvk", r"unknown policy 'snapvk' \(did you mean 'snapkv'\?\)"),
+        ("snapkv+int9~shuffled", r"unknown policy 'int9'"),
+        ("none.py:Mine", r"policy '/base/none.py:Mine': there is no file /base/none.py"),
+        ("none.py", r"name a class of the file, e.g. none.py:MyPolicy"),
+        ("snapkv(window", r"is not of the form"),
+        ("snapkv+", r"part 2 of 2 is empty"),
+    ],
+)
+def test_names_are_checked_without_an_import(text: str, message: str) -> None:
+    code = (
+        f"import sys\nfrom pathlib import Path\nfrom kvassay.policy import registry\n"
+        f"try:\n    registry.check_names({text!r}, Path('/base'))\n"
+        "except registry.PolicyError as error:\n    print(error)\n"
+        "registry.check_names('snapkv~flipped(window=0)+int8')\n"
+        "assert not {m for m in sys.modules if m.startswith('kvassay.policy.') and 'registry' not in m}\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert re.search(message, done.stdout)
+
+
 @pytest.mark.parametrize("value", [True, 1.5, None, [3]])
 def test_python_values_are_checked_too(value: object) -> None:
     with pytest.raises(PolicyError, match="is not of type int"):
@@ -126,6 +149,12 @@ class TestFile:
         assert policy.card.name == "vnorm" and policy.parameters == {"power": 2.0}
         assert type(policy) is registry.get(f"{path}:ValueNorm")
         assert registry.get(f"{path}:ValueNorm~flipped").card.name == "vnorm~flipped"
+
+    def test_a_file_in_the_home_folder_is_no_twin(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.write(tmp_path, PLUGIN)
+        monkeypatch.setenv("HOME", str(tmp_path))
+        for base in (None, tmp_path / "elsewhere"):
+            assert registry.parse("~/mine.py:ValueNorm", base).card.name == "vnorm"
 
     def test_two_files_of_the_same_name_do_not_mix(self, tmp_path: Path) -> None:
         paths = []

@@ -17,9 +17,10 @@ def demo(out: Path | None, jobs: int | None) -> None:
     shown first. May be stopped; the same command continues.
     """
     from kvassay.experiment.demo import DEMO, fetch_models
+    from kvassay.experiment.plan import make_plan
     from kvassay.experiment.schema import load_experiment
     from kvassay.report.session import run_and_report
 
     experiment = load_experiment(DEMO)
     fetch_models(experiment.experiment.models, lambda line: click.echo(line, err=True))
-    run_and_report(experiment, DEMO.name, DEMO.parent, out, jobs)
+    run_and_report(make_plan(experiment, DEMO.name, DEMO.parent), out, jobs)

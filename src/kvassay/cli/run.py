@@ -30,12 +30,23 @@ def run(
     """
     if exploratory and gate_file is None:
         raise click.UsageError("--exploratory needs --gate")
-    from kvassay.experiment.long import about_workloads
+    from kvassay.experiment.asked import check_asked
     from kvassay.experiment.schema import load_experiment
+    from kvassay.gate.schema import load_gate
+
+    experiment = load_experiment(file)
+    check_asked(experiment, str(file), file.parent)
+    if gate_file is not None:
+        load_gate(gate_file)
+    # Only now, step by step, what takes seconds to import: a slip in the file is told at once.
+    from kvassay.experiment.plan import make_plan
+
+    fewer = experiment if contexts is None else experiment.first(contexts)
+    plan = make_plan(fewer, str(file), file.parent) if experiment.workload else None
+    from kvassay.experiment.long import about_workloads
     from kvassay.gate.session import judge_run, pin, pinned
     from kvassay.report.session import RUNS, run_and_report
 
-    experiment = load_experiment(file)
     options = [name for name, value in (("--gate", gate_file), ("--contexts", contexts)) if value is not None]
     if experiment.long and options:
         click.echo(about_workloads(experiment, str(file), options), err=True)
@@ -49,13 +60,11 @@ def run(
 
             run_long_and_report(experiment, str(file), file.parent, folder, console_for())
 
-    if not experiment.workload:
+    if plan is None:
         begin(out or RUNS / experiment.experiment.name)
         return
     run_and_report(
-        experiment if contexts is None else experiment.first(contexts),
-        str(file),
-        file.parent,
+        plan,
         out,
         jobs,
         begin=begin,

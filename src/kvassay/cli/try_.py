@@ -43,8 +43,8 @@ def try_(
     POLICY is a name with parameters, "snapkv(window=32)", or a class of your own, my_policy.py:MyPolicy.
     MODEL is an embedded name, a model folder or a Hugging Face id.
     """
+    from kvassay.experiment.asked import check_asked
     from kvassay.experiment.quick import quick_experiment
-    from kvassay.report.session import run_and_report
 
     made = quick_experiment(
         model,
@@ -59,4 +59,11 @@ def try_(
         seed=seed,
         device=device,
     )
-    run_and_report(made, "kvassay try", Path(), out, jobs)
+    check_asked(made, "kvassay try", Path())
+    # Only now what takes seconds to import: a slip is told at once.
+    from kvassay.experiment.plan import make_plan
+
+    plan = make_plan(made, "kvassay try", Path())
+    from kvassay.report.session import run_and_report
+
+    run_and_report(plan, out, jobs)

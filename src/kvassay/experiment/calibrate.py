@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvassay.experiment.plan import short_model
+from kvassay.experiment.asked import short_model
 from kvassay.experiment.schema import CalibrationTable
 from kvassay.experiment.tokens import show_tokens
 from kvassay.record.load import LoadedModel

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvassay.experiment.asked import short_model
 from kvassay.experiment.checking import check_set
 from kvassay.experiment.columns import schema_json
 from kvassay.experiment.costs import model_costs
 from kvassay.experiment.findings import dump_findings
 from kvassay.experiment.folder import CELLS, CHECKS, COST, SAMPLES, SCHEMA, RunFolder
-from kvassay.experiment.plan import Plan, TraceSet, short_model
+from kvassay.experiment.plan import Plan, TraceSet
 from kvassay.experiment.records import write_records
 from kvassay.experiment.rows import write_cells, write_samples
 from kvassay.measure.aggregate import DENSE, Cell, aggregate

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from kvassay.errors import ExperimentError
+from kvassay.experiment.asked import short_model
 from kvassay.experiment.folder import LATENCY
-from kvassay.experiment.plan import Plan, TraceSet, short_model
+from kvassay.experiment.plan import Plan, TraceSet
 from kvassay.experiment.records import read_records
 from kvassay.experiment.results import read_manifest
 from kvassay.layout.config import from_config

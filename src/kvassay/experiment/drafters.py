@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvassay.errors import ExperimentError, did_you_mean
 from kvassay.experiment.schema import Experiment
 from kvassay.measure.acceptance import COMPRESSED, NGRAM
 from kvassay.measure.aggregate import DENSE
 from kvassay.record.models import CATALOGUE
-from kvassay.replay.arms import Arm
+
+if TYPE_CHECKING:
+    from kvassay.replay.arms import Arm
 
 
 def draft_models(experiment: Experiment) -> tuple[str, ...]:
@@ -24,8 +27,8 @@ def speculating_arms(experiment: Experiment, arms: Sequence[Arm]) -> list[Arm]:
     return [arm for arm in arms if not wanted or arm.label == DENSE or any(name in wanted for name in _names(arm))]
 
 
-def check_speculation(experiment: Experiment, arms: Sequence[Arm], source: str) -> None:
-    """Raise `ExperimentError`, naming `source` and the key, for an unknown drafter or arm."""
+def check_drafters(experiment: Experiment, source: str) -> None:
+    """Raise `ExperimentError`, naming `source` and the key, for a name that is no drafter's, or a drafter twice."""
     for name in draft_models(experiment):
         if "/" not in name and name not in CATALOGUE:
             known = did_you_mean(name, [COMPRESSED, NGRAM, *CATALOGUE])
@@ -37,6 +40,10 @@ def check_speculation(experiment: Experiment, arms: Sequence[Arm], source: str) 
     twice = sorted({name for name in named if named.count(name) > 1})
     if twice:
         raise ExperimentError(f"{source}: [speculation] drafters: '{twice[0]}' is listed twice")
+
+
+def check_speculation(experiment: Experiment, arms: Sequence[Arm], source: str) -> None:
+    """Raise `ExperimentError`, naming `source` and the key, for an unknown arm."""
     known_arms = [name for arm in arms for name in _names(arm)]
     for name in experiment.speculation.arms:
         if name not in known_arms:

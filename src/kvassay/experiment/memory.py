@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 
 from kvassay.cache.ops import group_specs
 from kvassay.errors import DoesNotFit, LayoutError
-from kvassay.experiment.plan import Plan, TraceSet, short_model
+from kvassay.experiment.asked import short_model
+from kvassay.experiment.plan import Plan, TraceSet
 from kvassay.layout.bytes import bytes_at
 from kvassay.layout.config import cached, from_config
 from kvassay.layout.groups import paged_part, plan_groups

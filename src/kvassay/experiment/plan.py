@@ -14,25 +14,26 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvassay.errors import ExperimentError, LayoutError, WorkloadError
+from kvassay.errors import ExperimentError
 from kvassay.experiment.arms import build_arms, check_budgets
+from kvassay.experiment.asked import check_asked, short_model
 from kvassay.experiment.code import recorder_code, replay_code
 from kvassay.experiment.drafters import check_speculation
 from kvassay.experiment.schema import CalibrationTable, Experiment, Workload
 from kvassay.experiment.tokens import show_tokens
-from kvassay.layout.config import from_config
 from kvassay.policy.base import Policy
 from kvassay.policy.card import TAPS, When
 from kvassay.record.load import ModelIdentity
-from kvassay.record.options import RecordOptions
 from kvassay.replay.arms import Arm
 from kvassay.replay.protocol import Protocol
 from kvassay.trace.reader import Trace
 from kvassay.trace.schema import SCHEMA_VERSION
-from kvassay.workload.registry import check, check_import, get
 from kvassay.workload.sample import Sample
+
+if TYPE_CHECKING:
+    from kvassay.record.options import RecordOptions
 
 KEY_LENGTH = 16
 """Hex digits of a key: 64 bits, ample for the units of one folder."""
@@ -105,10 +106,9 @@ def make_plan(experiment: Experiment, source: str, base: Path) -> Plan:
 
     `source` begins every error; `base` is where relative plug-in files lie. Raises `ExperimentError`.
     """
+    check_asked(experiment, source, base)
     arms = build_arms(experiment, source, base)
     check_budgets(experiment, arms, source)
-    check_workloads(experiment, source)
-    check_lengths(experiment, source)
     check_speculation(experiment, arms, source)
     sets = [TraceSet(model, workload) for model in experiment.experiment.models for workload in experiment.workload]
     labels = [(short_model(item.model), item.label) for item in sets]
@@ -135,6 +135,8 @@ def make_plan(experiment: Experiment, source: str, base: Path) -> Plan:
 
 def record_options(experiment: Experiment, policies: Sequence[Policy]) -> RecordOptions:
     """The recording that these arms need, as the file or a policy asks."""
+    from kvassay.record.options import RecordOptions  # late: it brings transformers, and the arms are checked first
+
     base = RecordOptions(
         prefill_chunk=experiment.record.prefill_chunk,
         q_tail=experiment.record.q_tail,
@@ -162,57 +164,6 @@ def options_for(policies: Sequence[Policy], base: RecordOptions) -> RecordOption
         taps=tuple(kinds),
         tap_layers=(tuple(layers) or None) if kinds == ["hidden"] else None,
     )
-
-
-def check_workloads(experiment: Experiment, source: str) -> None:
-    """Refuse an unknown workload, parameters it does not take, and a calibration on text that is not set apart."""
-    for number, workload in enumerate(experiment.workload):
-        try:
-            check(workload.name, workload.params, workload.questions)
-        except WorkloadError as error:
-            raise ExperimentError(f"{source}: [[workload]] {number + 1}: {error}") from None
-    name = experiment.calibration.workload
-    try:
-        divided = get(name).draft is not None
-    except WorkloadError as error:
-        raise ExperimentError(f"{source}: [calibration] workload: {error}") from None
-    if not divided:
-        raise ExperimentError(f"{source}: [calibration] workload: '{name}' is imported, it has no text set apart")
-
-
-def check_imports(experiment: Experiment, source: str) -> None:
-    """Refuse a file to import that cannot be read or lacks rows; apart, as a finished run is read without it."""
-    for number, workload in enumerate(experiment.workload):
-        try:
-            check_import(workload.name, workload.params, workload.contexts)
-        except WorkloadError as error:
-            raise ExperimentError(f"{source}: [[workload]] {number + 1}: {error}") from None
-
-
-def check_lengths(experiment: Experiment, source: str) -> None:
-    """Refuse contexts beyond a model's native length, and models whose cache is not supported.
-
-    A Hugging Face id that is not in the local cache yet is left to the recorder, which checks again.
-    """
-    for model in experiment.experiment.models:
-        try:
-            native = from_config(model if "~" not in model else str(Path(model).expanduser())).native_context
-        except LayoutError as error:
-            if "no such file, folder or cached model" in str(error) and model.count("/") == 1:
-                continue
-            raise ExperimentError(f"{source}: [experiment] models: {error}") from None
-        for number, workload in enumerate(experiment.workload):
-            if workload.length >= native and not experiment.protocol.allow_beyond_native:
-                raise ExperimentError(
-                    f"{source}: [[workload]] {number + 1}: length {workload.length} leaves no room for a question in "
-                    f"the native context of {model}, {native} tokens; shorten it, or set allow_beyond_native in "
-                    "[protocol] of an experiment file"
-                )
-
-
-def short_model(name: str) -> str:
-    """A model's name without the folders before it."""
-    return Path(name).expanduser().name if "/" in name else name
 
 
 def _base(value: object) -> object:

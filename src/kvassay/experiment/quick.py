@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 
-from kvassay.experiment.plan import short_model
+from kvassay.experiment.asked import short_model
 from kvassay.experiment.schema import Experiment, parse_experiment
 from kvassay.experiment.toml import resolved_toml
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvassay.experiment.asked import short_model
 from kvassay.experiment.folder import GATE, RunFolder
-from kvassay.experiment.plan import Plan, short_model
+from kvassay.experiment.plan import Plan
 
 NAMED = 3
 """How many arms or workloads are named; the rest are counted."""

@@ -15,13 +15,14 @@ from typing import Any
 
 from kvassay.errors import ExperimentError
 from kvassay.experiment.arms import describe_arms
+from kvassay.experiment.asked import check_imports, check_loadable, short_model
 from kvassay.experiment.checking import opening_of
 from kvassay.experiment.collect import collect
 from kvassay.experiment.drafters import draft_models
 from kvassay.experiment.fits import KeptFits
 from kvassay.experiment.folder import MANIFEST, RESOLVED, RunFolder
 from kvassay.experiment.memory import memory_plan
-from kvassay.experiment.plan import Plan, Unit, check_imports, short_model
+from kvassay.experiment.plan import Plan, Unit
 from kvassay.experiment.progress import Listener, Silent
 from kvassay.experiment.provenance import commit, machine, now
 from kvassay.experiment.replaced import replaced_lines
@@ -32,7 +33,7 @@ from kvassay.experiment.timing import time_run
 from kvassay.experiment.toml import resolved_toml
 from kvassay.experiment.unit import Done, Replay, Session
 from kvassay.experiment.workers import Workers, suggested_jobs, threads_for
-from kvassay.record.load import load, locate, torch_device
+from kvassay.record.load import load, torch_device
 from kvassay.replay.calibration import fitting_once
 from kvassay.replay.closed import replay_trace
 from kvassay.trace.reader import Trace
@@ -62,7 +63,7 @@ def run(
     check_imports(plan.experiment, plan.source)
     torch_device(_device(plan))
     for model in (*(model for model, _ in _by_model(plan)), *draft_models(plan.experiment)):
-        locate(model)
+        check_loadable(model)
     folder = RunFolder(path)
     jobs = jobs or (suggested_jobs(plan) if replay is replay_trace else 1)
     hears = listener or Silent()

@@ -9,10 +9,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvassay.experiment.asked import short_model
 from kvassay.experiment.code import closure, code_sha256
 from kvassay.experiment.drafters import draft_models, speculating_arms
 from kvassay.experiment.folder import SPECULATION, RunFolder
-from kvassay.experiment.plan import Plan, short_model
+from kvassay.experiment.plan import Plan
 from kvassay.experiment.records import read_notes, read_records, write_records
 from kvassay.experiment.unit import Done, Say, Session
 from kvassay.measure.acceptance import AcceptanceResult

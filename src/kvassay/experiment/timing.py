@@ -11,9 +11,10 @@ from typing import Any
 
 import psutil
 
+from kvassay.experiment.asked import short_model
 from kvassay.experiment.code import closure, code_sha256
 from kvassay.experiment.folder import LATENCY, RunFolder
-from kvassay.experiment.plan import Plan, TraceSet, short_model
+from kvassay.experiment.plan import Plan, TraceSet
 from kvassay.experiment.records import read_notes, read_records, write_records
 from kvassay.experiment.unit import Done, Say, Session
 from kvassay.kernels.roofs import Roofs, measure_roofs

@@ -112,18 +112,31 @@ def parse(text: str, base: Path | None = None) -> Policy:
     Parts of a composition are joined by ``+``; a budget in a part's brackets, ``snapkv(keep=0.5)``, is that part's own.
     Plug-in files are looked up from `base`.
     """
-    parts = re.split(r"\+(?![^()]*\))", text)
+    parts = _parts(text)
     if len(parts) == 1:
         name, parameters = _taken_apart(text)
         return make(_from(base, name), **parameters)
-    for number, part in enumerate(parts, 1):
-        if not part.strip():
-            raise PolicyError(
-                f"policy '{text}': part {number} of {len(parts)} is empty; write a name on each side of '+'"
-            )
     from kvassay.policy.compose import Composed
 
     return Composed(tuple(_part(one, base) for one in parts))
+
+
+def check_names(text: str, base: Path | None = None) -> None:
+    """Raise the `PolicyError` of `parse` for a form that is wrong or a name that is not there; nothing is imported."""
+    for part in _parts(text):
+        name, _ = _taken_apart(part)
+        _check_there(_from(base, name).split("~")[0])
+
+
+def _parts(text: str) -> list[str]:
+    """The parts of a composition, or the one policy."""
+    parts = re.split(r"\+(?![^()]*\))", text)
+    for number, part in enumerate(parts, 1):
+        if not part.strip() and len(parts) > 1:
+            raise PolicyError(
+                f"policy '{text}': part {number} of {len(parts)} is empty; write a name on each side of '+'"
+            )
+    return parts
 
 
 def _part(text: str, base: Path | None) -> Part:
@@ -141,11 +154,9 @@ def _part(text: str, base: Path | None) -> Part:
 
 
 def _from(base: Path | None, name: str) -> str:
-    """The name, the path of a plug-in file in it taken from `base`."""
+    """The name, the path of a plug-in file in it taken from `base`; its `~` is the user's home, no twin's mark."""
     file, dot, rest = name.partition(".py:")
-    if base is None or not dot or Path(file).expanduser().is_absolute():
-        return name
-    return f"{base / file}.py:{rest}"
+    return f"{(base or Path()) / Path(file).expanduser()}.py:{rest}" if dot else name
 
 
 def _taken_apart(text: str) -> tuple[str, dict[str, object]]:
@@ -164,19 +175,31 @@ def _taken_apart(text: str) -> tuple[str, dict[str, object]]:
     return match.group(1), parameters
 
 
+def _check_there(name: str) -> None:
+    """Raise `PolicyError` for a name that is none of `names()` and no class of a file that is there."""
+    if ".py:" in name:
+        file = _file_of(name.rsplit(":", 1)[0])
+        if not file.is_file():
+            raise PolicyError(f"policy '{name}': there is no file {file}")
+    elif name.endswith(".py"):
+        raise PolicyError(f"policy '{name}': name a class of the file, e.g. {name}:MyPolicy")
+    elif name not in names():
+        raise PolicyError(f"unknown policy '{name}'{did_you_mean(name, names())}")
+
+
+def _file_of(path: str) -> Path:
+    return Path(path).expanduser().resolve()
+
+
 def _resolve(name: str) -> type[Policy]:
+    _check_there(name)
     if ".py:" in name:
         return _from_file(*name.rsplit(":", 1))
-    if name.endswith(".py"):
-        raise PolicyError(f"policy '{name}': name a class of the file, e.g. {name}:MyPolicy")
-    plugins = _plugins()
     if name in BUILT_IN:
         module, attribute = BUILT_IN[name].split(":")
         found: type[Policy] = getattr(importlib.import_module(f"kvassay.policy.{module}"), attribute)
         return found
-    if name not in plugins:
-        raise PolicyError(f"unknown policy '{name}'{did_you_mean(name, names())}")
-    return _from_entry_point(plugins[name])
+    return _from_entry_point(_plugins()[name])
 
 
 def _plugins() -> dict[str, EntryPoint]:
@@ -206,9 +229,7 @@ def _from_entry_point(point: EntryPoint) -> type[Policy]:
 
 def _from_file(path: str, attribute: str) -> type[Policy]:
     """A class of a Python file, which is run once per path, so that the class keeps its identity."""
-    file, where = Path(path).expanduser().resolve(), f"policy '{path}:{attribute}'"
-    if not file.is_file():
-        raise PolicyError(f"{where}: there is no file {file}")
+    file, where = _file_of(path), f"policy '{path}:{attribute}'"
     name = "kvassay_plugin_" + re.sub(r"\W", "_", str(file))
     if name not in sys.modules:
         _import_file(name, file, where)

@@ -8,11 +8,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvassay.experiment.plan import make_plan
+from kvassay.experiment.plan import Plan
 from kvassay.experiment.progress import listening
 from kvassay.experiment.results import Results
 from kvassay.experiment.run import run
-from kvassay.experiment.schema import Experiment
 from kvassay.report import words
 from kvassay.report.acceptance import AcceptanceTable
 from kvassay.report.facts import FactsTable
@@ -25,23 +24,19 @@ RUNS = Path("runs")
 
 
 def run_and_report(
-    experiment: Experiment,
-    source: str,
-    base: Path,
+    plan: Plan,
     out: Path | None,
     jobs: int | None = None,
     *,
     begin: Callable[[Path], None] = lambda folder: None,
     judge: Callable[[Results], object] = lambda results: None,
 ) -> Results:
-    """Run (or continue) an experiment in `out` (default `runs/NAME`), print its table and write its page.
+    """Run (or continue) a plan in `out` (default `runs/NAME`), print its table and write its page.
 
-    `source` begins errors about the experiment; relative plug-in files are looked up in `base`. A dense arm below
-    its workload's floor is a result, said in the last line, not an error. `begin` is called with the run folder once
-    the experiment is checked and before anything runs, `judge` with the results before they are shown.
+    A dense arm below its workload's floor is a result, said in the last line, not an error. `begin` is called with
+    the run folder before anything runs, `judge` with the results before they are shown.
     """
-    plan = make_plan(experiment, source, base)
-    folder = out or RUNS / experiment.experiment.name
+    folder = out or RUNS / plan.experiment.experiment.name
     begin(folder)
     says = Console(stderr=True, highlight=False)
     says.print(f"{len(plan.arms)} arms x {len(plan.units)} contexts into {folder}", markup=False, soft_wrap=True)
