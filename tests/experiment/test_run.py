@@ -19,7 +19,8 @@ import pytest
 
 from kvassay.errors import ExperimentError, KvassayError, ModelError, WorkloadError
 from kvassay.experiment import unit as module
-from kvassay.experiment.folder import GATE, RunFolder
+from kvassay.experiment.code import source_file
+from kvassay.experiment.folder import FIDELITY, GATE, RunFolder
 from kvassay.experiment.plan import Plan, make_plan
 from kvassay.experiment.progress import Silent
 from kvassay.experiment.results import Results
@@ -31,6 +32,7 @@ from kvassay.record.load import LoadedModel
 from kvassay.replay.arms import Arm
 from kvassay.replay.protocol import Protocol
 from kvassay.trace.reader import Trace
+from tests.experiment.test_code import PLUGIN
 from tests.experiment.tiny import write_experiment
 from tests.rows import row
 
@@ -147,6 +149,50 @@ def test_other_code_is_other_cells(plan: MAKER, tmp_path: Path, monkeypatch: pyt
     changed = FakeReplay()
     run(plan(1), tmp_path / "run", replay=changed)
     assert len(changed.calls) == 1
+
+
+def test_a_plug_in_whose_code_changed_is_told_before_it_is_computed_anew(plan: MAKER, tmp_path: Path) -> None:
+    file, folder = tmp_path / "mine.py", tmp_path / "run"
+    change = ('["knorm"]', '["knorm", "mine.py:Mine", "mine.py:Mine~shuffled+int8"]')
+
+    def with_factor(factor: str) -> tuple[list[str], int]:
+        file.write_text(PLUGIN.format(factor=factor), encoding="utf-8")
+        for name in [name for name in sys.modules if name.startswith("kvassay_plugin_")]:
+            del sys.modules[name]
+        source_file.cache_clear()
+        replay, notes = FakeReplay(), Notes()
+        run(plan(2, change), folder, notes, replay=replay)
+        return notes.lines, len(replay.calls)
+
+    assert with_factor("1") == ([], 2)
+    assert with_factor("1  # as before") == ([], 0)
+    before = {path.name for path in (folder / "units").iterdir()}
+    (folder / FIDELITY).touch()
+    lines, computed = with_factor("2")
+    assert computed == 2 and before < {path.name for path in (folder / "units").iterdir()}
+    assert [line for line in lines if "another code of mine keep=0.5, mine~shuffled+int8 keep=0.5: every arm" in line]
+    assert "the rows of before stay in units/" in lines[0] and "--out" in lines[0]
+    assert not (folder / FIDELITY).exists()
+    assert with_factor("2") == ([], 0)
+    assert {row["unit"] for row in json.loads((folder / "manifest.json").read_text())["units"]}.isdisjoint(
+        path.removesuffix(".parquet") for path in before
+    )
+
+
+def test_other_code_or_libraries_than_the_results_are_of_are_told(
+    plan: MAKER, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    assert noted(plan(1), folder) == []
+    with monkeypatch.context() as patch:
+        patch.setattr("kvassay.experiment.plan.replay_code", lambda policies: "0" * 64)
+        (line,) = noted(plan(1), folder)
+    assert f"{folder}: its results were computed with another code of kvassay's replay: every arm" in line
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    manifest["machine"]["torch"] = "1.0"
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    (line,) = noted(plan(1), folder)
+    assert "another code of kvassay's replay" in line or "torch 1.0 (now " in line
 
 
 def test_a_damaged_unit_is_computed_again(plan: MAKER, tmp_path: Path) -> None:

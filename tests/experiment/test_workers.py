@@ -150,3 +150,13 @@ def test_a_model_that_is_not_here_is_taken_for_a_small_one(plan: MAKER, monkeypa
     monkeypatch.setattr(workers, "memory_plan", lambda plan: [])
     monkeypatch.setattr(workers.psutil, "virtual_memory", lambda: SimpleNamespace(total=24 << 30))
     assert workers.suggested_jobs(plan(8)) == 2
+
+
+def test_a_worker_that_reads_other_code_than_was_planned_computes_nothing(
+    plan: MAKER, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = plan(1)
+    worker = SimpleNamespace(plan=made, start=SimpleNamespace(code="0" * 64))
+    monkeypatch.setattr(workers, "_WORKER", [worker])
+    with pytest.raises(ExperimentError, match="the code of a policy changed while the run was starting"):
+        workers._compute(made.units[0])

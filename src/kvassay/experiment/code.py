@@ -38,13 +38,19 @@ NOT_CELLS = ("kvassay.experiment", "kvassay.report", "kvassay.gate", "kvassay.cl
 
 def replay_code(policies: Iterable[Policy], entries: Iterable[str] = (REPLAY,)) -> str:
     """sha256 of the code that replays these policies from the modules `entries`, plug-in files included."""
-    roots = set(entries)
-    for policy in policies:
-        for part in {policy, *policy.parts}:
-            roots.update(kind.__module__ for kind in type(part).__mro__ if kind.__module__ != "builtins")
-        if "~" in policy.card.name:
-            roots.add(TWINS)
-    return code_sha256(closure(roots))
+    return code_sha256(closure({*entries, *(root for policy in policies for root in _roots(policy))}))
+
+
+def policy_code(policy: Policy) -> str:
+    """sha256 of the files that define this policy, plug-in files included, and not of what they import."""
+    return code_sha256(_roots(policy) - {Policy.__module__})
+
+
+def _roots(policy: Policy) -> set[str]:
+    """Modules of a policy's classes."""
+    kinds = [kind for part in {policy, *policy.parts} for kind in type(part).__mro__]
+    roots = {kind.__module__ for kind in kinds if kind.__module__ != "builtins"}
+    return roots | {TWINS} if "~" in policy.card.name else roots
 
 
 def recorder_code() -> str:

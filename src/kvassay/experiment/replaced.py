@@ -9,6 +9,8 @@ from kvassay.experiment.asked import short_model
 from kvassay.experiment.folder import GATE, RunFolder
 from kvassay.experiment.plan import Plan
 
+VERSIONS = ("torch", "transformers")
+"""Libraries whose version decides the numbers; as in the manifest."""
 NAMED = 3
 """How many arms or workloads are named; the rest are counted."""
 
@@ -35,6 +37,31 @@ def replaced_lines(folder: RunFolder, earlier: Mapping[str, Any], plan: Plan) ->
     if (left or _without(arms, had_arms) or (had_sets and _without(sets, had_sets))) and (folder.path / GATE).is_file():
         lines.append(f"{folder.path / GATE} was pinned for this folder: it judges this run too")
     return lines
+
+
+def changed_code(folder: RunFolder, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """One line if the folder's results are of other code: which, and what becomes of them; None if they are not.
+
+    earlier, now: manifests of the folder's earlier run, empty if there is none, and of the one that begins
+    """
+    had, has = (manifest.get("policy_code", {}) for manifest in (earlier, now))
+    arms = [label for label, code in has.items() if had.get(label, code) != code]
+    other = [
+        f"{name} {earlier['machine'][name]} (now {now['machine'][name]})"
+        for name in VERSIONS
+        if earlier and earlier["machine"][name] != now["machine"][name]
+    ]
+    if arms:
+        other.insert(0, f"another code of {_some(arms)}")
+    elif earlier and had.keys() == has.keys() and earlier.get("code_sha256") != now["code_sha256"]:
+        other.insert(0, "another code of kvassay's replay")
+    if not other:
+        return None
+    return (
+        f"{folder.path}: its results were computed with {' and '.join(other)}: every arm is computed anew, on the "
+        "contexts recorded there, and no row of before gets into the new tables. These replace the tables and reports "
+        "when all is done; the rows of before stay in units/. To keep both, stop now and choose another --out"
+    )
 
 
 def _without(these: Sequence[str], those: Sequence[str]) -> list[str]:

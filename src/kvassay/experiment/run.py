@@ -17,15 +17,16 @@ from kvassay.errors import ExperimentError
 from kvassay.experiment.arms import describe_arms
 from kvassay.experiment.asked import check_imports, check_loadable, short_model
 from kvassay.experiment.checking import opening_of
+from kvassay.experiment.code import policy_code
 from kvassay.experiment.collect import collect
 from kvassay.experiment.drafters import draft_models
 from kvassay.experiment.fits import KeptFits
-from kvassay.experiment.folder import MANIFEST, RESOLVED, RunFolder
+from kvassay.experiment.folder import FIDELITY, MANIFEST, RESOLVED, RunFolder
 from kvassay.experiment.memory import memory_plan
 from kvassay.experiment.plan import Plan, Unit
 from kvassay.experiment.progress import Listener, Silent
 from kvassay.experiment.provenance import commit, machine, now
-from kvassay.experiment.replaced import replaced_lines
+from kvassay.experiment.replaced import changed_code, replaced_lines
 from kvassay.experiment.results import Results, dump_manifest, read_manifest
 from kvassay.experiment.rows import read_results
 from kvassay.experiment.speculating import speculate_run
@@ -73,6 +74,9 @@ def run(
     with folder.locked(), fitting_once(KeptFits(folder, plan.code)):
         earlier = _earlier(folder, plan)
         manifest = _begun(plan, jobs, earlier)
+        changed = changed_code(folder, earlier, manifest)
+        if changed:
+            hears.note(changed)
         for line in replaced_lines(folder, earlier, plan):
             hears.note(line)
         if not earlier.get("finished"):
@@ -84,6 +88,8 @@ def run(
         done.sort(key=lambda item: plan.units.index(item.unit))
         manifest["units"] = [_about(item) for item in done]
         _write_start(folder, plan, manifest)  # from here on the tables are being replaced
+        if changed:
+            (folder.path / FIDELITY).unlink(missing_ok=True)  # it is of the old code
         latency = time_run(plan, folder, done, manifest["machine"], hears.step) if replay is replay_trace else ()
         speculate_run(plan, folder, done, hears.step)
         manifest["finished"] = now()
@@ -117,6 +123,7 @@ def _begun(plan: Plan, jobs: int, earlier: Mapping[str, Any]) -> dict[str, Any]:
         "threads_per_job": threads_for(jobs),
         "commit": commit(),
         "code_sha256": plan.code,
+        "policy_code": {arm.label: policy_code(arm.policy) for arm in plan.arms},
         "protocol": asdict(plan.protocol),
         "protection": plan.experiment.protection.model_dump(),
         "arms": [asdict(info) for info in describe_arms(plan.arms, plan.experiment)],

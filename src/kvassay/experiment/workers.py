@@ -56,6 +56,8 @@ class _Start:
     source: str
     base: Path
     folder: Path
+    code: str
+    """The plan's: a policy's file may change before this process reads it."""
     threads: int
     parent: int
 
@@ -64,7 +66,7 @@ class Workers:
     """A pool of workers for one run; processes start with the first unit that is submitted."""
 
     def __init__(self, plan: Plan, folder: Path, jobs: int) -> None:
-        start = _Start(plan.experiment, plan.source, plan.base, folder, threads_for(jobs), os.getpid())
+        start = _Start(plan.experiment, plan.source, plan.base, folder, plan.code, threads_for(jobs), os.getpid())
         context = multiprocessing.get_context("spawn")
         self._pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(start,))
         self._waiting: list[Future[Done]] = []
@@ -143,6 +145,8 @@ def _compute(unit: Unit) -> Done:
     from kvassay.replay.closed import replay_trace
 
     worker = _WORKER[0]
+    if worker.plan.code != worker.start.code:
+        raise ExperimentError("the code of a policy changed while the run was starting; run the same command again")
     if worker.session is None or worker.model != unit.trace_set.model:
         worker.session = None  # let go of one model before the next is loaded
         loaded = load(unit.trace_set.model, device=worker.plan.experiment.experiment.device)
