@@ -108,6 +108,15 @@ def test_refused_on_one_line(change: tuple[str, str], message: str, tmp_path: Pa
     assert str(caught.value).startswith("mine.toml: ")
 
 
+def test_two_files_with_one_name_are_not_called_one_listed_twice(tmp_path: Path) -> None:
+    for name in ("mine.py", "yours.py"):
+        (tmp_path / name).write_text(PLUGIN.format(factor="1"))
+    with pytest.raises(
+        ExperimentError, match=r"\[arms\] mine keep=0.25: the name of two different policies; change it"
+    ):
+        plan_of(tmp_path, ('["snapkv(window=16)"]', '["mine.py:Mine", "yours.py:Mine"]'))
+
+
 def test_without_always_on_dense_must_be_listed(tmp_path: Path) -> None:
     change = ("budgets =", "always_on = false\nbudgets =")
     with pytest.raises(ExperimentError, match="policies must list 'dense'"):

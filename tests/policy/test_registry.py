@@ -156,6 +156,22 @@ class TestFile:
         for base in (None, tmp_path / "elsewhere"):
             assert registry.parse("~/mine.py:ValueNorm", base).card.name == "vnorm"
 
+    @pytest.mark.parametrize("name, owner", [("snapkv", SnapKV), ("recency", registry.get("recency"))])
+    def test_a_copied_built_in_must_take_another_name(self, tmp_path: Path, name: str, owner: type) -> None:
+        """Under its old name it would pass for the original, or not run at all where that one always runs."""
+        copied = Path(sys.modules[owner.__module__].__file__ or "").read_text()
+        path = self.write(tmp_path, copied)
+        said = (
+            rf"mine.py defines a policy named '{name}', and kvassay has one of that name already; "
+            rf'change name="{name}" in its card, say to name="my-{name}"'
+        )
+        with pytest.raises(PolicyError, match=said):
+            registry.get(f"{path}:{owner.__name__}")
+        renamed = self.write(tmp_path, copied.replace(f'name="{name}"', f'name="my-{name}"'), "renamed.py")
+        assert registry.get(f"{renamed}:{owner.__name__}").card.name == f"my-{name}"
+        again = self.write(tmp_path, f"from {owner.__module__} import {owner.__name__}", "again.py")
+        assert registry.get(f"{again}:{owner.__name__}") is owner
+
     def test_two_files_of_the_same_name_do_not_mix(self, tmp_path: Path) -> None:
         paths = []
         for folder in ("a", "b"):

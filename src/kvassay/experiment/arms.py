@@ -52,7 +52,9 @@ def build_arms(experiment: Experiment, source: str, base: Path) -> list[Arm]:
     labels = [arm.label for arm in arms]
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
-        raise ExperimentError(f"{source}: [arms] {', '.join(twice)}: listed twice")
+        kinds = {type(arm.policy) for arm in arms if arm.label == twice[0]}
+        why = "listed twice" if len(kinds) == 1 else "the name of two different policies; change it in the card of one"
+        raise ExperimentError(f"{source}: [arms] {', '.join(twice)}: {why}")
     if DENSE not in labels:
         raise ExperimentError(
             f"{source}: [arms] always_on is false, so policies must list '{DENSE}': arms are compared with it"

@@ -237,7 +237,14 @@ def _from_file(path: str, attribute: str) -> type[Policy]:
     if not hasattr(module, attribute):
         classes = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == name]
         raise PolicyError(f"{where}: no class '{attribute}' in the file{did_you_mean(attribute, classes)}")
-    return _checked(getattr(module, attribute), where)
+    found = _checked(getattr(module, attribute), where)
+    taken = found.card.name
+    if found.__module__ == name and taken in names():
+        raise PolicyError(
+            f"{where}: {file.name} defines a policy named '{taken}', and kvassay has one of that name already; change "
+            f'name="{taken}" in its card, say to name="my-{taken}"'
+        )
+    return found
 
 
 def _import_file(name: str, file: Path, where: str) -> None:
