@@ -20,7 +20,8 @@ def test_the_warning_is_the_first_line_and_verdicts_the_first_section(text: str)
     assert text.lstrip().startswith("> **EXPLORATORY: the gate was written after the cells**")
     heads = [line for line in text.splitlines() if line.startswith("## ")]
     assert heads == [
-        "## Verdicts", "## Findings", "## Arms and numbers", "## State by kind, dense",
+        "## Verdicts", "## Findings", "## Arms and numbers", "## Every check, by arm",
+            "## State by kind, dense",
         "## Attention error, open loop", "## Answers that turned",
         "## Speculative acceptance", "## What this does not prove", "## What the numbers mean", "## Provenance",
     ]  # fmt: skip

@@ -36,6 +36,13 @@ arm                        mean ±95%  nats  nats 0..1   -/+    bytes whole scop
 fp8                             1.00 0.500 0.020 1.00   0/0  530 KiB   53%   26%  0/128        0 477 KiB    53%
 kivi                            0.75 0.900 0.300 1.00   0/0  200 KiB   20%   10%  0/128        0 180 KiB    20%
 freed blocks are net of those that encoded segments fill again
+
+† reference: a yardstick that no engine could run, not a candidate
+dense' is dense in another batch split: its distance from dense is the noise of the arithmetic
+top-1: answer tokens ranked first / answer tokens; ± 95% interval over contexts, from five on
+flips: questions lost/won against dense; held: bytes after the answer; read: bytes to decode one token
+freed: blocks / dense's, with vLLM's shared block table and with a table per head
+every column's meaning, and what policies report of themselves: kvassay show RUN --all
 """
 
 
@@ -52,12 +59,15 @@ def test_the_table_in_a_log_is_exactly_this(tmp_path: Path) -> None:
     assert "\x1b" not in text
 
 
-def test_every_column_is_explained_before_the_first_table(tmp_path: Path) -> None:
-    head = " ".join(log(ReportTable(make_run(tmp_path))).partition("tiny-model")[0].split())
-    for column in COLUMNS:
-        assert column.card in head
-    assert "† reference: a yardstick that no engine could run" in head
+def test_the_numbers_come_first_and_every_column_is_explained_below_on_demand(tmp_path: Path) -> None:
+    head, _, below = log(ReportTable(make_run(tmp_path), explained=True)).partition("tiny-model")
+    assert len(head.splitlines()) <= 6
     assert "first 4 and last 32 tokens" in head and "blocks of 16 tokens" in head
+    table, _, legend = " ".join(below.split()).partition("† reference: a yardstick that no engine could run")
+    assert "snapkv(window=16) keep=0.25" in table
+    short = log(ReportTable(make_run(tmp_path)))
+    for column in COLUMNS:
+        assert column.card in legend and column.card not in " ".join(short.split())
 
 
 def test_query_aware_is_shouted(tmp_path: Path) -> None:
@@ -110,6 +120,17 @@ def test_findings_are_said_by_name_and_many_of_one_name_are_counted(tmp_path: Pa
         *(f"suspect, budget_base: arm{n}: holds 512" for n in range(4)),
         "suspect, budget_base: and 2 more (see checks.json)",
     ]
+
+
+def test_what_only_explains_a_table_stands_below_it(tmp_path: Path) -> None:
+    results = make_run(tmp_path)
+    findings = (Finding("bos", "suspect", None, "3 times 2"), Finding("no_effect", "note", None, "alike"))
+    found = replace(results.sets[0], findings=findings, not_applicable={"kara keep=0.5": "nothing to do"})
+    text = log(ReportTable(replace(results, sets=(found,))))
+    before, _, after = text.partition("arm  ")
+    assert "! suspect, bos: 3 times 2" in before and "alike" not in before
+    assert "not applicable, kara keep=0.5: nothing to do\nnote, no_effect: alike\n" in after
+    assert set(words.limits(found)) <= {*words.warnings(found), *words.remarks(found)}
 
 
 def test_an_interval_is_shown_as_its_larger_half() -> None:

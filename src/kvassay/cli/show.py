@@ -11,6 +11,7 @@ import click
 @click.command("show")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print manifest, cells, latency and cost as JSON.")
+@click.option("--all", "everything", is_flag=True, help="Also what every column means, and what policies report.")
 @click.option("--html", is_flag=True, help="Write RUN/report.html anew and print its path.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw the run to this .png, .svg or .pdf file.")
 @click.option(
@@ -20,7 +21,9 @@ import click
     help="lm-eval: write lm-evaluation-harness result files below DIR, one per model and arm. results: copy the run "
     "into DIR without its recorded contexts, for others to show, judge and compare.",
 )
-def show(run: Path, as_json: bool, html: bool, picture: Path | None, export: tuple[str, Path] | None) -> None:
+def show(
+    run: Path, as_json: bool, everything: bool, html: bool, picture: Path | None, export: tuple[str, Path] | None
+) -> None:
     """Show the results of the run folder RUN as a table (or as asked)."""
     from kvassay.experiment.folder import LONG, MANIFEST
     from kvassay.experiment.results import Results, as_data, refuse_long_only
@@ -59,7 +62,8 @@ def show(run: Path, as_json: bool, html: bool, picture: Path | None, export: tup
         verdicts = verdict_table(run)
         if verdicts is not None:
             console_for().print(verdicts, "")
-        console_for().print(ReportTable(results), FactsTable(results), AcceptanceTable(results), sep="")
+        facts = (FactsTable(results),) if everything else ()
+        console_for().print(ReportTable(results, everything), *facts, AcceptanceTable(results), sep="")
 
 
 def _show_long(run: Path, as_json: bool) -> None:

@@ -240,7 +240,7 @@ class Reduction(Threshold):
     at_least: Fraction
     """Fraction of dense's bytes that is freed, or not read."""
     reclaim: Modes = ()
-    """For `freed_bytes`: ways of reclaiming that count, the best of them; `kvassay show` explains them."""
+    """For `freed_bytes`: ways of reclaiming that count, the best of them; report.html explains them."""
     layers: Literal["model", "growing"] = "model"
     """Of the whole model, or of the layers that no window bounds: those of the others a window has saved already."""
     evidence: Measured

@@ -14,7 +14,6 @@ from kvassay.experiment.results import Results
 from kvassay.experiment.run import run
 from kvassay.report import words
 from kvassay.report.acceptance import AcceptanceTable
-from kvassay.report.facts import FactsTable
 from kvassay.report.html import write_html
 from kvassay.report.table import ReportTable, console_for
 from kvassay.report.verdicts import verdict_table
@@ -49,7 +48,7 @@ def run_and_report(
     if verdicts is not None:
         console.print(verdicts)
         console.print()
-    console.print(ReportTable(results), FactsTable(results), AcceptanceTable(results), sep="")
+    console.print(ReportTable(results), AcceptanceTable(results), sep="")
     console.print(f"\nEvery number, figures and provenance: {page}", markup=False, soft_wrap=True)
     unjudged = words.unjudged(results)
     if unjudged is not None:

@@ -1,4 +1,4 @@
-"""The table a run ends with: quality, bytes, blocks and traffic of every arm, with what each column means."""
+"""The table a run ends with: quality, bytes, blocks and traffic of every arm; what each column means stands below."""
 
 from __future__ import annotations
 
@@ -19,6 +19,13 @@ from kvassay.report import words
 
 LOG_WIDTH = 120
 """Columns in a log, which has no width of its own."""
+IN_SHORT = (
+    "top-1: answer tokens ranked first / answer tokens; ± 95% interval over contexts, from five on",
+    "flips: questions lost/won against dense; held: bytes after the answer; read: bytes to decode one token",
+    "freed: blocks / dense's, with vLLM's shared block table and with a table per head",
+)
+TIMES_IN_SHORT = "time: of dense's attention, on this CPU; ± to the farther quartile of the rounds; ~ timed in one pass"
+ON_DEMAND = "every column's meaning, and what policies report of themselves: kvassay show RUN --all"
 ARM_WIDTH = 26
 """Longer arm names are folded where the table would not fit."""
 
@@ -116,24 +123,33 @@ def time_columns(times: Mapping[str, LatencyResult]) -> tuple[Column, ...]:
     if not times:
         return ()
 
-    def share(value: Callable[[LatencyResult], float]) -> Callable[[Cell], str]:
-        return lambda cell: words.percent(value(times[cell.arm])) if cell.arm in times else "-"
+    def shown(value: Callable[[LatencyResult], str]) -> Callable[[Cell], str]:
+        return lambda cell: value(times[cell.arm]) if cell.arm in times else "-"
 
+    rounds = ", ".join(sorted({str(row.rounds) for row in times.values()}))
     return (
         Column(
             "time",
-            "attn",
-            share(lambda row: row.fraction),
+            "attn ±q",
+            shown(lambda row: f"{100 * row.fraction:.0f}±{100 * _farther_quartile(row):.0f}%"),
             "attention of one decoded token, all layers, measured on this CPU with the same in-place kernel for every "
-            "arm / dense's in the same rounds; lower is better; says nothing of a GPU",
+            f"arm / dense's in the same rounds; median of {rounds} rounds, ± the farther quartile; lower is better; "
+            "says nothing of a GPU",
         ),
         Column(
             "",
             "+policy",
-            share(lambda row: row.total_fraction),
-            "the same with the policy's own work per token (scan, summaries, deciding, encoding) as implemented here",
+            shown(lambda row: f"~{words.percent(row.total_fraction)}"),
+            "the same with the policy's own work per token (scan, summaries, deciding, encoding) as implemented here; "
+            "that was timed in one pass (~): no spread is known",
         ),
     )
+
+
+def _farther_quartile(row: LatencyResult) -> float:
+    """Distance of the median to the farther quartile, as a part of dense's time."""
+    above, below = row.attention_high - row.attention_seconds, row.attention_seconds - row.attention_low
+    return max(above, below) / row.dense_seconds
 
 
 def console_for(stream: TextIO | None = None) -> Console:
@@ -146,9 +162,11 @@ def console_for(stream: TextIO | None = None) -> Console:
 
 @dataclass(frozen=True)
 class ReportTable:
-    """All tables of a run, the meaning of each column first; a table too wide for the console is split in two."""
+    """All tables of a run, and what marks and columns mean below; a table too wide for the console is split in two."""
 
     results: Results
+    explained: bool = False
+    """Give every column's meaning, not only where it is found."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Render for the console's width."""
@@ -156,10 +174,6 @@ class ReportTable:
         yield Text(f"{manifest['name']}: {len(arms)} arms", style="bold")
         yield Text(words.common(self.results))
         yield Text(f"Measured on {words.machine_line(manifest)}")
-        yield Text()
-        yield _cards(columns_of(self.results))
-        for line in words.legend(arms):
-            yield Text(line, style="dim")
         for model, sets in words.models(self.results):
             for found in sets:
                 yield Text()
@@ -167,6 +181,16 @@ class ReportTable:
                 for line in words.warnings(found):
                     yield Text(f"! {line}", style="yellow")
                 yield from _tables(found, arms, columns_of(self.results, found), options.max_width)
+                for line in words.remarks(found):
+                    yield Text(line, style="dim")
+        yield Text()
+        for line in words.legend(arms):
+            yield Text(line, style="dim")
+        if self.explained:
+            yield _cards(columns_of(self.results))
+        else:
+            for line in (*IN_SHORT, *([TIMES_IN_SHORT] if self.results.latency else []), ON_DEMAND):
+                yield Text(line, style="dim")
 
 
 def columns_of(results: Results, found: SetResult | None = None) -> tuple[Column, ...]:

@@ -154,7 +154,10 @@ def _blocks(part: words.Part, arms: Mapping[str, ArmInfo]) -> Grid:
 TIME_HEADS = (
     Head("attention, measured [quartiles]", "one decoded token, all layers, on this CPU, batch 1; lower is better"),
     Head("attention / dense", "of dense's in the same rounds; lower is better; measured"),
-    Head("policy's own work", "per decoded token: scan, summaries, deciding, encoding; lower is better; measured"),
+    Head(
+        "policy's own work",
+        "per decoded token: scan, summaries, deciding, encoding; lower is better; measured in one pass, without spread",
+    ),
     Head("of read bandwidth", "of what this machine was measured to read; higher is better; measured"),
 )
 

@@ -71,13 +71,25 @@ def common(results: Results) -> str:
 
 def warnings(found: SetResult) -> list[str]:
     """What a reader must know before believing a table."""
-    return limits(found) + _findings(found.findings)
+    return _standing(found) + _findings([one for one in found.findings if one.severity != "note"])
+
+
+def remarks(found: SetResult) -> list[str]:
+    """What explains a table: arms that are not in it, and findings that are no faults."""
+    return _idle(found) + _findings([one for one in found.findings if one.severity == "note"])
 
 
 def limits(found: SetResult) -> list[str]:
     """What a table leaves out, and whether it says anything at all."""
-    lines = [f"not applicable, {arm}: {reason}" for arm, reason in found.not_applicable.items()]
-    lines += [f"left out of the averages: {line}" for line in found.missing]
+    return _idle(found) + _standing(found)
+
+
+def _idle(found: SetResult) -> list[str]:
+    return [f"not applicable, {arm}: {reason}" for arm, reason in found.not_applicable.items()]
+
+
+def _standing(found: SetResult) -> list[str]:
+    lines = [f"left out of the averages: {line}" for line in found.missing]
     dense = found.cell(DENSE)
     lines += [] if dense is None else _states(dense)
     if dense is not None and found.floor is not None and not found.floor["passed"]:
