@@ -23,6 +23,7 @@ VERBS = {
     "keys": ("kvassay.cli.keys:keys", "Say what a key of the experiment or gate file means."),
     "columns": ("kvassay.cli.columns:columns", "Say what a column of the result files counts."),
     "ls": ("kvassay.cli.ls:ls", "List run folders."),
+    "clean": ("kvassay.cli.clean:clean", "Drop a finished run's recorded contexts; results stay."),
     "policies": ("kvassay.cli.policies:policies", "List policies and show their cards."),
     "applicability": (
         "kvassay.cli.applicability:applicability",

@@ -19,6 +19,7 @@ from kvassay.experiment.asked import check_imports, check_loadable, short_model
 from kvassay.experiment.checking import opening_of
 from kvassay.experiment.code import policy_code
 from kvassay.experiment.collect import collect
+from kvassay.experiment.disk import disk_line
 from kvassay.experiment.drafters import draft_models
 from kvassay.experiment.fits import KeptFits
 from kvassay.experiment.folder import FIDELITY, MANIFEST, RESOLVED, RunFolder
@@ -71,6 +72,7 @@ def run(
     for need in memory_plan(plan, jobs):
         hears.note(need.line)
         need.check()
+    hears.note(disk_line(plan, folder))
     with folder.locked(), fitting_once(KeptFits(folder, plan.code)):
         earlier = _earlier(folder, plan)
         manifest = _begun(plan, jobs, earlier)
