@@ -42,7 +42,9 @@ def test_the_experiment_file_is_one(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(PLUGIN, encoding="utf-8")
     plan = make_plan(load_experiment(tmp_path / "first.toml"), "first.toml", tmp_path)
     assert len(plan.units) == 5
-    assert {"dense", "dense'", "snapkv keep=0.25", "quest read=0.5", "mine(window=32) keep=0.5"} <= {arm.label for arm in plan.arms}
+    assert {"dense", "dense'", "snapkv keep=0.25", "quest read=0.5", "mine(window=32) keep=0.5"} <= {
+        arm.label for arm in plan.arms
+    }
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from kvassay.errors import ExperimentError
 from kvassay.experiment.plan import make_plan
 from kvassay.experiment.results import Results
 from kvassay.experiment.run import run
@@ -15,6 +18,7 @@ from kvassay.replay.open import open_loop
 from kvassay.report.layers import layer_rows
 from kvassay.report.retained import kept_rows
 from kvassay.trace.reader import Trace
+from tests.experiment.test_code import PLUGIN
 from tests.experiment.tiny import write_experiment
 
 
@@ -41,6 +45,27 @@ def test_a_runs_own_arms_are_screened_on_its_first_context(results: Results) -> 
     assert [row["layer"] for row in rows] == [0, 1]
     mine = [row.output_error for row in alone if row.layer == 1]
     assert rows[1]["error"] == pytest.approx(sum(mine) / 2, rel=1e-4) and len(rows[1]["heads"]) == 4
+
+
+def test_a_policy_of_a_file_is_found_from_where_one_works_and_must_be_the_one_that_ran(
+    results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run folder does not hold the files of its policies."""
+    run_folder = tmp_path / "runs" / "mine"
+    shutil.copytree(results.path, run_folder)
+    (tmp_path / "mine.py").write_text(PLUGIN.format(factor="1"), encoding="utf-8")
+    resolved = run_folder / "resolved.toml"
+    text = resolved.read_text(encoding="utf-8")
+    assert '["knorm"]' in text
+    resolved.write_text(text.replace('["knorm"]', '["mine.py:Mine"]'), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    screen_run(Results.open(run_folder))
+    assert "mine keep=0.5" in {row.arm for row in Results.open(run_folder).fidelity}
+    manifest = json.loads((run_folder / "manifest.json").read_text(encoding="utf-8"))
+    manifest["policy_code"]["mine keep=0.5"] = "0" * 64
+    (run_folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    with pytest.raises(ExperimentError, match=r"the code of mine keep=0\.5 is not that of the run's results"):
+        screen_run(Results.open(run_folder))
 
 
 def test_where_the_tokens_lie_is_in_the_rows_of_first_questions(results: Results) -> None:

@@ -87,6 +87,11 @@ MISTAKES = {
         '[baselines]\narms = ["randon"]\n[roles]',
         "[baselines] arms: unknown policy 'randon' (did you mean 'random'?)",
     ),
+    "misspelt key after another mistake": (
+        "contexts = 8",
+        "contexts = 4\n[reportt]\nx = 1",
+        "unknown key 'reportt'",
+    ),
     "unknown spread": (
         "contexts = 8",
         "contexts = 8\nspread = { topp = 0.2 }",

@@ -39,7 +39,7 @@ def fidelity(
     a run, one that passes still has to be run. Policies that decide again at every step are listed as not replayed.
 
     Of a finished RUN folder it screens the run's own arms on the first context of every workload, writes
-    RUN/fidelity.parquet (error by layer and head) and the report anew.
+    RUN/fidelity.parquet (error by layer and head) and the report anew. Run it where the run's policy files are found.
     """
     from rich.console import Console
 

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvassay.experiment.asked import short_model
+from kvassay.experiment.code import policy_code
 from kvassay.experiment.folder import GATE, RunFolder
 from kvassay.experiment.plan import Plan
+from kvassay.replay.arms import Arm
 
 VERSIONS = ("torch", "transformers")
 """Libraries whose version decides the numbers; as in the manifest."""
@@ -39,13 +41,22 @@ def replaced_lines(folder: RunFolder, earlier: Mapping[str, Any], plan: Plan) ->
     return lines
 
 
+def other_policies(manifest: Mapping[str, Any], arms: Sequence[Arm]) -> list[str]:
+    """Labels of the arms whose policies have another code here than the results of a manifest were computed with."""
+    return _changed(manifest.get("policy_code", {}), {arm.label: policy_code(arm.policy) for arm in arms})
+
+
+def _changed(had: Mapping[str, str], has: Mapping[str, str]) -> list[str]:
+    return [label for label, code in has.items() if had.get(label, code) != code]
+
+
 def changed_code(folder: RunFolder, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """One line if the folder's results are of other code: which, and what becomes of them; None if they are not.
 
     earlier, now: manifests of the folder's earlier run, empty if there is none, and of the one that begins
     """
     had, has = (manifest.get("policy_code", {}) for manifest in (earlier, now))
-    arms = [label for label, code in has.items() if had.get(label, code) != code]
+    arms = _changed(had, has)
     other = [
         f"{name} {earlier['machine'][name]} (now {now['machine'][name]})"
         for name in VERSIONS

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvassay.errors import PolicyError
+from kvassay.errors import ExperimentError, PolicyError
 from kvassay.experiment.folder import FIDELITY, RESOLVED, RunFolder
 from kvassay.experiment.plan import make_plan
 from kvassay.experiment.records import write_records
+from kvassay.experiment.replaced import other_policies
 from kvassay.experiment.results import Results
 from kvassay.experiment.schema import load_experiment
 from kvassay.measure.fidelity import ArmFidelity, screen
@@ -88,12 +89,19 @@ def _arms(policies: Sequence[str], budgets: Sequence[Budget], protection: Protec
 def screen_run(results: Results, progress: Callable[[str], None] = lambda message: None) -> dict[str, str]:
     """Screen a run's arms on the first context of each trace set, and write `fidelity.parquet` into its folder.
 
+    Policies of files are looked up from the working directory, as the run was started there or beside its file.
     Returns the arms that the open loop does not cover, with reasons; dense' is left out, it is dense here.
-    Raises `ExperimentError` if a context is not in the folder any more, or whatever the arms' policies raise.
+    Raises `ExperimentError` if a context is not in the folder any more or a policy's code is not that of the run's
+    results, or whatever the arms' policies raise.
     """
     folder = RunFolder(results.path)
     source = results.path / RESOLVED
-    plan = make_plan(load_experiment(source), str(source), results.path)
+    plan = make_plan(load_experiment(source), str(source), Path())
+    changed = other_policies(results.manifest, plan.arms)
+    if changed:
+        raise ExperimentError(
+            f"{results.path}: the code of {', '.join(changed)} is not that of the run's results; run it again first"
+        )
     fitted = {item["model"]: item["trace"] for item in results.manifest["calibrations"]}
     rows: list[LayerFidelity] = []
     skipped: dict[str, str] = {}

@@ -45,6 +45,7 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
     root: the model of the whole file
     """
     found = _independent(error.errors(include_url=False))
+    found.sort(key=lambda item: item["type"] != "extra_forbidden")  # a misspelt key explains much of the rest
     first = found[0]
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     *parents, key = first["loc"] or ("file",)
