@@ -10,7 +10,7 @@ seconds below a hundredth are too few to say. Memory is the peak resident size b
 evidence, at the longest length.
 
 Methods whose work is quadratic are measured at a sixteenth of each length, and their seconds at every length are
-extrapolated (~) by the growth found: above the stated length (x) they are refused.
+extrapolated (~) by the growth found: above the stated length (x) they are refused, as is what needs every prompt query.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from rich.table import Table
 
 from kvassay.cli.params import TokenCount
 from kvassay.errors import KvassayError
-from kvassay.measure.plan_cost import PlanCost, plan_cost
-from kvassay.policy.base import EVERY_QUERY
+from kvassay.measure.plan_cost import PlanCost, Shape, plan_cost
 from kvassay.policy.card import Effect
-from kvassay.policy.checks import LONGEST_QUADRATIC
+from kvassay.policy.checks import LONGEST_QUADRATIC, too_long
 from kvassay.policy.registry import BUILT_IN, get, parse
 
 SHORTER = 16
@@ -61,13 +60,15 @@ def main() -> None:
 
 def _row(name: str, arguments: argparse.Namespace) -> list[str]:
     policy = parse(name)
-    quadratic = policy.compares_tokens or policy.queries_needed >= EVERY_QUERY
-    lengths = [n // SHORTER if quadratic else n for n in arguments.lengths]
+    quadratic = policy.compares_tokens
+    run = [n for n in arguments.lengths if quadratic or too_long(policy, Shape().layer(), n) is None]
+    lengths = [n // SHORTER if quadratic else n for n in run]
     done = _measured(name, lengths, arguments.threads)
     if isinstance(done, str):
         return [*("" for _ in lengths), "", "", "", "", done]
     plan, step = ([getattr(cost, side) for cost in done] for side in ("plan_seconds", "step_seconds"))
-    shown, note = [f"{seconds:.2f}" for seconds in plan], ""
+    shown = [f"{seconds:.2f}" for seconds in plan] + ["x"] * (len(arguments.lengths) - len(run))
+    note = "" if len(run) == len(arguments.lengths) else f"x above {LONGEST_QUADRATIC // 1024}K"
     if quadratic:
         growth = _growth(lengths, plan)
         assert growth is not None

@@ -77,7 +77,7 @@ class TestH2O:
 
     def test_a_context_too_long_to_score_is_refused_with_the_work(self) -> None:
         shown = view(H2O(), dense(N), queries=random_q(N), length=LONGEST_QUADRATIC + 1)
-        says = r"scores every prompt query: about 6\.9e\+10 multiply-adds a layer at 65537 tokens; run on up to 65536"
+        says = r"other \(about 6\.9e\+10 multiply-adds\), per layer at 65537 tokens; run on up to 65536"
         with pytest.raises(PolicyError, match=says):
             H2O().score(shown, memory())
 

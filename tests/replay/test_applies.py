@@ -18,18 +18,24 @@ MIMO = from_config(PUBLISHED["mimo-v2-flash"])
 @pytest.mark.parametrize(
     ("name", "work"),
     [
-        ("h2o", "scores every prompt query: about 2.2e+12"),
-        ("r-kv", "compares tokens with each other: about 5.5e+11"),
-        ("r-kv~shuffled", "compares tokens with each other: about 5.5e+11"),
-        ("nearest-merge", "compares tokens with each other: about 5.5e+11"),
-        ("nearest-merge+int8", "compares tokens with each other: about 5.5e+11"),
+        ("h2o", "needs every prompt query (0.3 GiB in float32) and compares tokens with each other (about 2.2e+12"),
+        ("r-kv", "compares tokens with each other (about 5.5e+11"),
+        ("r-kv~shuffled", "compares tokens with each other (about 5.5e+11"),
+        ("nearest-merge", "compares tokens with each other (about 5.5e+11"),
+        ("nearest-merge+int8", "compares tokens with each other (about 5.5e+11"),
     ],
 )
 def test_quadratic_work_is_refused_above_its_length_with_the_work(name: str, work: str) -> None:
     """65,537^2 / 2 pairs of 256 multiply-adds, for each query or KV head."""
-    says = f"{work} multiply-adds a layer at 65537 tokens; run on up to 65536"
+    says = f"{work} multiply-adds), per layer at 65537 tokens; run on up to 65536"
     assert refusal(parse(name), GEMMA, 65_537, 16) == says
     assert refusal(parse(name), GEMMA, 65_536, 16) is None
+
+
+def test_what_needs_every_query_is_refused_above_that_length_with_their_size() -> None:
+    """Four heads x 65,537 x 256 float32 numbers; its work grows with the length alone."""
+    says = "needs every prompt query (0.3 GiB in float32), per layer at 65537 tokens; run on up to 65536"
+    assert refusal(parse("expected-attention"), GEMMA, 65_537, 16) == says
 
 
 @pytest.mark.parametrize("name", ["snapkv", "quest", "selkv", "kivi", "dense"])

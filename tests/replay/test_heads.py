@@ -160,8 +160,11 @@ LARGE = Layer(3, 32, (Component(KV(8, 128, 128)),), 0.1)
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("h2o", "scores every prompt query: about 2.3e+15 multiply-adds a layer at 1048576 tokens; run on up to 65536"),
-        ("nearest-merge", "compares tokens with each other: about 5.6e+14 multiply-adds a layer at 1048576 tokens"),
+        (
+            "h2o",
+            "needs every prompt query (16.0 GiB in float32) and compares tokens with each other (about 2.3e+15 mult",
+        ),
+        ("nearest-merge", "compares tokens with each other (about 5.6e+14 multiply-adds), per layer at 1048576"),
         ("pyramidkv", "shares one budget out over the layers; one layer is replayed at a time"),
         ("svd", "learns offline from a model's text"),
         ("selkv", "needs bucket, lse of every token, which only a model gives"),

@@ -46,28 +46,32 @@ def enough_queries(policy: Policy, layer: LayerView, held: int, wanted: int) -> 
 
 
 LONGEST_QUADRATIC = 65_536
-"""Longest context, in tokens, at which a method is run whose work grows with the square of it."""
+"""Longest context, in tokens, at which a method is run whose work grows with the square of it, or which needs every
+prompt query."""
+GIB = 2**30
 
 
 def too_long(policy: Policy, layer: Layer, tokens: int) -> str | None:
-    """Why a policy is not run on so many tokens of a layer, with the work it would be; None if it is.
+    """Why a policy is not run on so many tokens of a layer, with what that would take; None if it is.
 
-    By what it declares: it scores every prompt query (`Policy.queries_needed`), or compares tokens with each other.
+    By what it declares: that it needs every prompt query (`Policy.queries_needed`), that it compares tokens.
     """
     if tokens <= LONGEST_QUADRATIC:
         return None
-    if policy.queries_needed >= EVERY_QUERY:
-        what, heads = "scores every prompt query", layer.q_heads
-    elif policy.compares_tokens:
-        what, heads = "compares tokens with each other", layer.kv.kv_heads
-    else:
+    every, dim = policy.queries_needed >= EVERY_QUERY, layer.kv.k_dim
+    reasons = []
+    if every:
+        reasons.append(f"needs every prompt query ({layer.q_heads * tokens * dim * 4 / GIB:.1f} GiB in float32)")
+    if policy.compares_tokens:
+        work = (layer.q_heads if every else layer.kv.kv_heads) * tokens**2 / 2 * dim
+        reasons.append(f"compares tokens with each other (about {work:.1e} multiply-adds)")
+    if not reasons:
         return None
-    work = heads * tokens**2 / 2 * layer.kv.k_dim
-    return f"{what}: about {work:.1e} multiply-adds a layer at {tokens} tokens; run on up to {LONGEST_QUADRATIC}"
+    return f"{' and '.join(reasons)}, per layer at {tokens} tokens; run on up to {LONGEST_QUADRATIC}"
 
 
 def affordable(policy: Policy, layer: LayerView, tokens: int) -> None:
-    """Raise `PolicyError` where so many tokens are too many for a policy of quadratic work."""
+    """Raise `PolicyError` where so many tokens are too many for the policy: `too_long`."""
     if reason := too_long(policy, layer.layer, tokens):
         raise PolicyError(f"policy '{policy.card.name}' {reason}")
 

@@ -27,6 +27,7 @@ class H2O(Policy):
     recent: float = 0.5
 
     per_head: ClassVar[frozenset[str]] = ALL_APART
+    compares_tokens: ClassVar[bool] = True
     card: ClassVar[Card] = Card(
         name="h2o",
         effects=frozenset({Effect.EVICT}),
