@@ -314,6 +314,18 @@ class TestProtection:
         assert all(self.stays(mask) for mask in kept)
         assert sum(int(mask.sum()) for mask in kept) <= 4 * KV_HEADS * tokens
 
+    @pytest.mark.parametrize("keep", [0, 1, 7, 20, 39, 40, 60])
+    def test_it_is_the_front_of_a_stable_sort_ties_and_dead_tokens_included(self, keep: int) -> None:
+        rng = torch.Generator().manual_seed(keep)
+        score = torch.randint(-3, 3, (5, 40), generator=rng).float()
+        alive = torch.rand(5, 40, generator=rng) < 0.8
+        forced = (torch.rand(5, 40, generator=rng) < 0.3) & (torch.arange(40) < keep)
+        found = top_k_mask(score, alive, forced, keep)
+        for row in range(5):
+            live = [token for token in range(40) if alive[row, token]]
+            order = sorted(live, key=lambda token: (not forced[row, token], -float(score[row, token]), token))
+            assert found[row].nonzero().flatten().tolist() == sorted(order[:keep])
+
     def test_more_forced_tokens_than_may_be_kept_are_refused_not_dropped(self) -> None:
         score, alive = torch.zeros(2, 6), torch.ones(2, 6, dtype=torch.bool)
         forced = torch.tensor([[True] * 3 + [False] * 3, [False] * 6])

@@ -11,6 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from kvassay.cache.data import LayerData
 from kvassay.errors import BudgetError, EvidenceMissing, PolicyError
+from kvassay.policy import quest
 from kvassay.policy.base import Policy
 from kvassay.policy.exact_mass import ExactMass
 from kvassay.policy.knorm import KeyNorm
@@ -54,7 +55,9 @@ class TestQuest:
         slack = 1e-5 * np.abs(query).sum() * np.abs(keys).max() + 1e-30  # subnormal products vanish in float32
         assert (bound >= best - slack).all()
 
-    def test_bounds_equal_the_definition(self) -> None:
+    @pytest.mark.parametrize("together", [2, 4096])
+    def test_bounds_equal_the_definition(self, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(quest, "TOGETHER", together)
         policy, data, q = Quest(block=BLOCK, heads="q"), dense(12), random_q(1)
         bound = policy.bounds(quest_view(policy, data), q.float()).numpy()
         for head in range(Q_HEADS):

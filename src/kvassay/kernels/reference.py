@@ -85,7 +85,7 @@ def attention_weights(
     q_heads, queries = q.shape[0], q.shape[1]
     rows = q.reshape(kv_heads, -1, q.shape[-1])
     parts = [torch.matmul(rows, run.k.to(q.dtype).transpose(1, 2)) for run in data.runs]
-    logits = torch.cat(parts, dim=-1) * scale
+    logits = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)).mul_(scale)
     if data.inner_bias is not None:
         logits = logits + data.inner_bias.to(q.dtype)[:, None]
     if softcap:

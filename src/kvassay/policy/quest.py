@@ -15,6 +15,9 @@ from kvassay.policy.card import Card, Effect, Evidence, When
 from kvassay.policy.checks import one_of
 from kvassay.policy.views import BlockView, LayerView
 
+TOGETHER = 4096
+"""Pages looked at together: as many as stay in a processor's cache, however long the context."""
+
 
 @dataclass(frozen=True)
 class Quest(BlockSelector):
@@ -70,11 +73,14 @@ class Quest(BlockSelector):
         The bound sum_d max(q_d * low_d, q_d * high_d) is two matrix products: q's positive part with
         `high`, its negative part with `low`.
         """
-        low, high = (self.grouped(layer.side_data(name).float(), layer) for name in ("low", "high"))
-        low, high = low.amin(1).transpose(0, 1), high.amax(1).transpose(0, 1)
-        q = query.unflatten(0, (layer.kv_heads, -1))
-        rows = q.flatten(1, 2)
-        bound = (rows.clamp(min=0) @ high.mT + rows.clamp(max=0) @ low.mT).unflatten(1, q.shape[1:3])
+        sides = [self.grouped(layer.side_data(name), layer).split(TOGETHER) for name in ("low", "high")]
+        rows = query.unflatten(0, (layer.kv_heads, -1)).flatten(1, 2)
+        up, down = rows.clamp(min=0), rows.clamp(max=0)
+        parts = []
+        for low, high in zip(*sides, strict=True):
+            least, most = low.float().amin(1).transpose(0, 1), high.float().amax(1).transpose(0, 1)
+            parts.append(up @ most.mT + down @ least.mT)
+        bound = torch.cat(parts, -1).unflatten(1, (-1, query.shape[1]))
         if self.heads == "q":
             return bound.flatten(0, 1)
         return bound.amax(1) if self.heads == "max" else bound.sum(1)

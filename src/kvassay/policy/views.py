@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -256,7 +257,7 @@ class LayerView:
         self._charge("keys", self.data.k)
         chunk = max(1, min(chunk, HELD_WEIGHTS // max(1, self.tokens * self.layer.q_heads)))
         parts = self._get(Evidence.QUERIES).last(last).split(chunk)
-        return torch.stack([self.attend(part).sum(1) for part in parts]).sum(0)
+        return reduce(torch.add, (self.attend(part).sum(1) for part in parts))
 
     def hidden(self) -> Rows:
         """Residual stream entering this layer, of the context's tokens: [rows, hidden_size]."""
