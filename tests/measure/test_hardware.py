@@ -76,6 +76,10 @@ def test_mistakes_name_file_and_key(change: tuple[str, str], message: str) -> No
 
 
 def test_names_and_paths_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(
+        HardwareError, match=r"unknown hardware 'h100' \(did you mean 'h100-sxm'\?\); a file of your own"
+    ):
+        load_hardware("h100")
     with pytest.raises(HardwareError, match=r"unknown hardware 'h20' \(did you mean 'h200'\?\); a file of your own"):
         load_hardware("h20")
     with pytest.raises(HardwareError, match=r"nowhere\.toml: cannot be read: No such file"):
