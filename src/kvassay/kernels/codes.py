@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
-from kvassay.kernels.cores import FAST, NO_FLOATS, dots, mix, shape_logits, weigh
+from kvassay.kernels.cores import FAST, NO_FLOATS, ask, dots, mix, scratch, shape_logits, weigh
 from kvassay.kernels.packed import (
     BASIS,
     BITS,
@@ -149,10 +149,10 @@ def decode_rows(parts, index, codes, floats, scales, dim, rows, first, n, pairs,
 
 
 @njit(fastmath=FAST, cache=True)
-def channel_dots(part, index, codes, scales, query, first, n, scores, pairs, wide, asked, sums):  # type: ignore[no-untyped-def] # pragma: no cover
+def channel_dots(part, index, codes, scales, query, first, n, scores, pairs, wide, short, sums):  # type: ignore[no-untyped-def] # pragma: no cover
     """scores[g, row - first] += query . row for a CHANNELS part, decoded as it lies, channel by channel.
 
-    wide: [>= WIDTH * (TILE + 8)], asked [group, >= WIDTH], sums [group, >= TILE + 8], pairs: scratch
+    wide: [>= WIDTH * (TILE + 8)], short [group, >= WIDTH], sums [group, >= TILE + 8], pairs: scratch
     """
     low, high = span(part, index, first, first + n)
     group, width, bits = part[GROUP], part[WIDTH], part[BITS]
@@ -160,7 +160,7 @@ def channel_dots(part, index, codes, scales, query, first, n, scores, pairs, wid
     heads = query.shape[0]
     for g in range(heads):
         for d in range(width):
-            asked[g, d] = query[g, d if part[COLUMN_INDEX] < 0 else index[part[COLUMN_INDEX] + d]]
+            short[g, d] = query[g, d if part[COLUMN_INDEX] < 0 else index[part[COLUMN_INDEX] + d]]
     row = low
     while row < high:
         k = row // group
@@ -170,7 +170,7 @@ def channel_dots(part, index, codes, scales, query, first, n, scores, pairs, wid
         long = ((end - k * group + per - 1) // per - head_byte) * per
         halves(scales, 2 * (part[SCALE] + k * width), 2 * width, pairs)
         unpack(codes, part[DATA] + k * width * size + head_byte, size, bits, width, long, pairs, wide, 0)
-        multiply_rows(asked, width, wide, 0, sums[:, :long])
+        multiply_rows(short, width, wide, 0, sums[:, :long])
         for i in range(row, end):
             place = i + part[FIRST_ROW] if part[ROW_INDEX] < 0 else index[part[ROW_INDEX] + i]
             for g in range(heads):
@@ -222,7 +222,7 @@ def through_basis(query, part, bases, at):  # type: ignore[no-untyped-def] # pra
     for i in range(rank, rank + 3):
         at[0, i] = at[0, max(rank - 1, 0)]
     short = np.zeros((query.shape[0], rank + 3), dtype=np.float32)
-    dots(query, bases, at, 0, -1, rank, short)
+    dots(query, bases, at, rank, short)
     return short[:, :rank].copy()
 
 
@@ -237,8 +237,9 @@ def tile_rows(begin, width, n, at):  # type: ignore[no-untyped-def] # pragma: no
 
 @njit(parallel=True, fastmath=FAST, cache=True)
 def attend_codes(  # type: ignore[no-untyped-def] # pragma: no cover
-    q, key, value, positions, table, interleaved, seen, inner_bias, outer_bias, pieces, softcap, top, total, acc
-):
+    key, value, positions, table, interleaved, seen, inner_bias, outer_bias, pieces,
+    q, factor, softcap, top, total, acc
+):  # fmt: skip
     """Attention of every piece over one segment, left as `weigh` leaves it (see `slots.attend_slots`).
 
     key, value: (dim, rows, parts, first, codes, floats, scales, index, bases) of a `PackedSide`
@@ -251,14 +252,13 @@ def attend_codes(  # type: ignore[no-untyped-def] # pragma: no cover
     for p in prange(len(pieces)):
         piece = pieces[p]
         head = piece[HEAD]
-        group = q.shape[2]
+        group = acc.shape[1]
         mine, theirs = k_parts[k_first[head] : k_first[head + 1]], v_parts[v_first[head] : v_first[head + 1]]
-        scores = np.empty((group, TILE), dtype=np.float32)
         buffer = np.empty(TILE * widest, dtype=np.float32)
         line = np.empty(widest, dtype=np.float32)
         pairs = np.empty(2 * TILE * widest, dtype=np.float32)
         wide = np.empty(k_dim * (TILE + 8), dtype=np.float32)
-        asked = np.empty((group, k_dim), dtype=np.float32)
+        short = np.empty((group, k_dim), dtype=np.float32)
         sums = np.empty((group, TILE + 8), dtype=np.float32)
         turned = table.shape[0] > 0
         low_keys = len(mine) == 1 and mine[0, BASIS] >= 0
@@ -266,8 +266,11 @@ def attend_codes(  # type: ignore[no-untyped-def] # pragma: no cover
         k_rank, v_rank = mine[0, WIDTH] if low_keys else 0, theirs[0, WIDTH] if low_values else 0
         at = np.zeros((1, max(TILE, widest, k_rank, v_rank) + 3), dtype=np.int64)
         through = low_keys and not turned  # then the basis goes into the query, and no row is rebuilt
-        query = through_basis(q[piece[ROW], head], mine[0], k_bases, at) if through else q[piece[ROW], head]
-        mixed = np.zeros((group, v_rank), dtype=np.float32) if low_values else acc[p]
+        query, mixed, scores = scratch(group, k_dim, v_rank if low_values else v_dim, TILE)
+        ask(q, piece[ROW], head, factor, query)
+        if through:
+            query = through_basis(query, mine[0], k_bases, at)
+        top[p], total[p], mixed[:] = -np.inf, 0, 0
         by_row = False
         for part in mine:
             by_row = by_row or part[KIND] != CHANNELS
@@ -275,7 +278,7 @@ def attend_codes(  # type: ignore[no-untyped-def] # pragma: no cover
             n = min(TILE, piece[END] - first)
             if through:
                 tile_rows(mine[0, DATA] + first * k_rank, k_rank, n, at)
-                dots(query, k_floats, at, 0, -1, n, scores)
+                dots(query, k_floats, at, n, scores)
             elif by_row:
                 if low_keys:
                     rebuild(mine[0], k_floats, k_bases, k_dim, first, n, buffer)
@@ -286,13 +289,13 @@ def attend_codes(  # type: ignore[no-untyped-def] # pragma: no cover
                 if turned:
                     rotate_rows(buffer, n, k_dim, positions[head, first:], table, interleaved)
                 tile_rows(0, k_dim, n, at)
-                dots(query, buffer, at, 0, -1, n, scores)
+                dots(query, buffer, at, n, scores)
             else:
                 scores[:, :n] = 0
             for part in mine:
                 if part[KIND] == CHANNELS:
                     channel_dots(
-                        part, k_index, k_codes, k_scales, query, first, n, scores, pairs, wide, asked, sums
+                        part, k_index, k_codes, k_scales, query, first, n, scores, pairs, wide, short, sums
                     )  # fmt: skip
             inner = inner_bias[head, first : first + n] if inner_bias.shape[0] else NO_FLOATS
             outer = outer_bias[head, first : first + n] if outer_bias.shape[0] else NO_FLOATS
@@ -306,12 +309,15 @@ def attend_codes(  # type: ignore[no-untyped-def] # pragma: no cover
             weigh(scores, n, top[p], total[p], mixed)
             if low_values:
                 tile_rows(theirs[0, DATA] + first * v_rank, v_rank, n, at)
-                mix(scores, n, v_floats, at, 0, -1, mixed)
+                mix(scores, n, v_floats, at, mixed)
             else:
                 decode_rows(
                     theirs, v_index, v_codes, v_floats, v_scales, v_dim, rows, first, n, pairs, buffer, line
                 )  # fmt: skip
                 tile_rows(0, v_dim, n, at)
-                mix(scores, n, buffer, at, 0, -1, mixed)
+                mix(scores, n, buffer, at, mixed)
         if low_values:
-            mix(mixed, basis_rows(theirs[0], v_dim, at), v_bases, at, 0, -1, acc[p])
+            acc[p] = 0
+            mix(mixed, basis_rows(theirs[0], v_dim, at), v_bases, at, acc[p])
+        else:
+            acc[p] = mixed

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numba
@@ -20,10 +20,10 @@ from torch import Tensor
 
 from kvassay.cache.rope import inverse_frequencies
 from kvassay.kernels.codes import attend_codes
-from kvassay.kernels.cores import merge
+from kvassay.kernels.cores import NO_FLOATS, merge
 from kvassay.kernels.device import DecodeKernel, LaneRead, PagedLayer, Plan
 from kvassay.kernels.packed import PackedSide
-from kvassay.kernels.pieces import LOG2E, CodeJob, Job, SlotJob, jobs_of, owners
+from kvassay.kernels.pieces import LOG2E, CodeJob, Job, SlotJob, in_log2, jobs_of, owners
 from kvassay.kernels.slots import attend_slots
 from kvassay.layout.model import Rope
 
@@ -59,37 +59,31 @@ class _Plan:
     def run(self, q: Tensor) -> Tensor:
         """See `Plan.run`."""
         layer, pieces = self.layer, len(self.owner)
-        count, q_heads, queries, k_dim = q.shape
+        count, q_heads, queries, _ = q.shape
         kv_heads = layer.keys.shape[1]
         group = q_heads // kv_heads
-        factor = np.float32(layer.scale * LOG2E)
-        scaled = np.multiply(q.numpy().swapaxes(1, 2), factor, order="C")
-        scaled = scaled.reshape(count * queries, kv_heads, group, k_dim)
-        top = np.full((pieces, group), -np.inf, dtype=np.float32)
-        total = np.zeros((pieces, group), dtype=np.float32)
-        acc = np.zeros((pieces, group, layer.values.shape[3]), dtype=np.float32)
-        softcap = np.float32((layer.softcap or 0.0) * LOG2E)
+        top = np.empty((pieces, group), dtype=np.float32)
+        total = np.empty((pieces, group), dtype=np.float32)
+        acc = np.empty((pieces, group, layer.values.shape[3]), dtype=np.float32)
+        asked = q.contiguous().numpy(), np.float32(layer.scale * LOG2E), np.float32((layer.softcap or 0.0) * LOG2E)
         at = 0
         for attend, many in zip(self.work, self.counts, strict=True):
             mine = slice(at, at + many)
-            attend(scaled, softcap, top[mine], total[mine], acc[mine])
+            attend(*asked, top[mine], total[mine], acc[mine])
             at = mine.stop
         out = np.empty((count * queries * kv_heads, group, acc.shape[2]), dtype=np.float32)
-        sinks = np.full((count * queries, kv_heads * group), -np.inf, dtype=np.float32)
-        if layer.sinks is not None:
-            sinks[:] = layer.sinks.numpy() * LOG2E
-        merge(self.owner, top, total, acc, sinks.reshape(-1, group), out)
+        merge(self.owner, top, total, acc, NO_FLOATS if layer.sinks is None else in_log2(layer.sinks), out)
         return torch.from_numpy(out.reshape(count, queries, q_heads, -1).swapaxes(1, 2))
 
 
 def _attending(job: Job) -> Callable[..., None]:
-    """The kernel of a job with all it is told but queries and results: (q, softcap, top, total, acc) -> None."""
+    """The kernel of a job, told all but (q, factor, softcap, top, total, acc)."""
     if isinstance(job, SlotJob):
         pool = (*_flat(job.keys), *_flat(job.values), job.keys.shape[2], job.entries(), job.unit)
         biases = job.biases()
-        return lambda q, *rest: attend_slots(q, *pool, job.pieces, biases, *rest)
+        return partial(attend_slots, *pool, job.pieces, biases)
     segment = _segment(job)
-    return lambda q, *rest: attend_codes(q, *segment, job.pieces, *rest)
+    return partial(attend_codes, *segment, job.pieces)
 
 
 def _segment(job: CodeJob) -> tuple[Any, ...]:

@@ -1,9 +1,13 @@
 """Register-blocked inner loops for numba, written as LLVM vector code: what its loop vectoriser does not find.
 
 Each row of keys or values is loaded once for up to `HEADS` query heads; the sums of `TOKENS` dot products are
-reduced together; rows that come next are fetched ahead of their use, in the order in which they lie, into the second
-cache. Rows are named by the element at which they begin: `at[line, t]` is token t's, so that a list of scattered
-slots costs no more than a table of blocks.
+reduced together. Rows are named by the element at which they begin: `at[line, t]` is token t's, so that a list of
+scattered slots costs no more than a table of blocks.
+
+Memory is read fastest in order, a row after the other, as one head alone reads it: the processor sees what comes, and
+whatever is fetched besides only hinders it. Where several rows are read at once, or rows lie apart, it does not see it,
+and rows that come next are fetched ahead of their use into the second cache, a few lines with each step: more at once
+would wait for each other (all of it measured).
 
 Loads are as wide as the host's vectors; numba's cache on disk is kept per host CPU, and per state of this room's
 sources (`kvassay.runtime.compiled_kernels`).
@@ -20,8 +24,7 @@ from numba.extending import intrinsic
 
 LANES = 16 if binding.get_host_cpu_features().get("avx512f") else 8
 HEADS, TOKENS = 4, 4
-"""Query heads and tokens that are taken together. One head alone takes a token at a time, all of its row: memory is
-then the limit, and read fastest in order (measured)."""
+"""Query heads and tokens that are taken together; one head alone takes a token at a time, all of its row."""
 WIDE = 4 if LANES == 16 else 2
 """Vectors of a row taken together where sums stay in registers: HEADS times as many, half of what the host has."""
 LINE = 16
@@ -148,12 +151,23 @@ def _by_heads(b: Any, group: Value, body: Callable[[Value, int], None]) -> None:
                 body(g, heads)
 
 
-def _when(b: Any, ahead: Value, *firsts: Value) -> Value:
-    """Whether to fetch: there is a line ahead, and this is the first pass over the rows."""
-    told = b.icmp_signed(">=", ahead, I64(0))
-    for first in firsts:
-        told = b.and_(told, b.icmp_signed("==", first, I64(0)))
-    return told
+class _Tokens:
+    """A few tokens' rows, and those that are fetched meanwhile: on the first pass, if there is a line ahead."""
+
+    def __init__(self, b: Any, rows: _Array, at: _Array, line: Value, ahead: Value, tokens: list[Value], g: Value):
+        self.builder = b
+        self.here, self.there = ([rows.data_at(b.load(at.place(of, t))) for t in tokens] for of in (line, ahead))
+        self.told = b.and_(b.icmp_signed(">=", ahead, I64(0)), b.icmp_signed("==", g, I64(0)))
+
+    def load(self, load: Load, d: Value) -> list[Value]:
+        """A vector of each row from element d on."""
+        b, told = self.builder, self.told
+        if LANES < LINE:
+            told = b.and_(told, b.icmp_signed("==", b.and_(d, I64(LINE - 1)), I64(0)))
+        with b.if_then(told):
+            for row in self.there:
+                _fetch(b, b.gep(row, [d]))
+        return [load(b.gep(row, [d])) for row in self.here]
 
 
 @intrinsic
@@ -169,13 +183,10 @@ def row_dots(typing, q, rows, at, line, ahead, n, out):  # type: ignore[no-untyp
 
         def body(g: Value, heads: int) -> None:
             queries = [q.place(b.add(g, I64(h))) for h in range(heads)]
-            fetch = _when(b, ahead, g)
             many = TOKENS if heads > 1 else 1
             with cgutils.for_range_slice(b, I64(0), n, I64(many)) as (t, _):
                 tokens = [b.add(t, I64(i)) for i in range(many)]
-                here, there = ([rows.data_at(b.load(at.place(of, one))) for one in tokens] for of in (line, ahead))
-                _fetch_rows(b, there, q.width, fetch)
-                found = _block(b, queries, here, q.width)
+                found = _block(b, queries, _Tokens(b, rows, at, line, ahead, tokens, g), q.width)
                 for h in range(heads):
                     _store(b, found[h], out.place(b.add(g, I64(h)), t))
 
@@ -185,13 +196,13 @@ def row_dots(typing, q, rows, at, line, ahead, n, out):  # type: ignore[no-untyp
     return types.void(q, rows, at, line, ahead, n, out), code
 
 
-def _block(b: Any, queries: list[Value], here: list[Value], width: Value) -> list[Value]:
+def _block(b: Any, queries: list[Value], rows: _Tokens, width: Value) -> list[Value]:
     """Dot products of queries and a few rows, for each query a vector of as many."""
-    tokens = len(here)
+    tokens = len(rows.here)
     sums = _registers(b, len(queries) * tokens)
 
     def step(d: Value, load: Load, *_: object) -> None:
-        row = [load(b.gep(one, [d])) for one in here]
+        row = rows.load(load, d)
         for h, query in enumerate(queries):
             x = load(b.gep(query, [d]))
             for i in range(tokens):
@@ -205,19 +216,11 @@ def _block(b: Any, queries: list[Value], here: list[Value], width: Value) -> lis
     return [_pick(b, done[h // share], done[h // share], range(at, at + tokens)) for h, at in enumerate(firsts)]
 
 
-def _fetch_rows(b: Any, rows: list[Value], width: Value, fetch: Value) -> None:
-    """Fetch rows one after the other, if told."""
-    with b.if_then(fetch):
-        for row in rows:
-            with cgutils.for_range_slice(b, I64(0), width, I64(LINE)) as (d, _):
-                _fetch(b, b.gep(row, [d]))
-
-
-def _add_rows(b: Any, factors: list[list[Value]], rows: list[Value], to: list[Value], width: Value) -> None:
+def _add_rows(b: Any, factors: list[list[Value]], rows: _Tokens, to: list[Value], width: Value) -> None:
     """Add to each of `to` all rows times its factors."""
 
     def step(d: Value, load: Load, store: Callable[[Value, Value], None], _: int) -> None:
-        row = [load(b.gep(one, [d])) for one in rows]
+        row = rows.load(load, d)
         for mine, one in zip(factors, to, strict=True):
             place = b.gep(one, [d])
             found = load(place)
@@ -254,14 +257,12 @@ def row_mix(typing, weights, n, rows, at, line, ahead, acc):  # type: ignore[no-
         n, line, ahead = given[1], given[4], given[5]
 
         def tokens(g: Value, heads: int, first: Value, end: Value, many: int) -> None:
-            fetch = _when(b, ahead, g)
             with cgutils.for_range_slice(b, first, end, I64(many)) as (t, _):
                 some = [b.add(t, I64(i)) for i in range(many)]
-                here, there = ([rows.data_at(b.load(at.place(of, one))) for one in some] for of in (line, ahead))
                 which = [b.add(g, I64(h)) for h in range(heads)]
                 factors = [[_splat(b, b.load(weights.place(h, one))) for one in some] for h in which]
-                _fetch_rows(b, there, acc.width, fetch)
-                _add_rows(b, factors, here, [acc.place(h) for h in which], acc.width)
+                mine = _Tokens(b, rows, at, line, ahead, some, g)
+                _add_rows(b, factors, mine, [acc.place(h) for h in which], acc.width)
 
         def body(g: Value, heads: int) -> None:
             many = TOKENS if heads > 1 else 1
