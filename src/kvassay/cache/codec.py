@@ -60,7 +60,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     pad = -codes.shape[-1] % per
     grouped = torch.nn.functional.pad(codes.to(torch.uint8), (0, pad)).unflatten(-1, (-1, per))
     shifts = torch.arange(per, dtype=torch.uint8) * bits
-    return (grouped << shifts).sum(-1).to(torch.uint8)
+    return (grouped << shifts).sum(-1, dtype=torch.uint8)
 
 
 def unpack(packed: Tensor, bits: int, length: int) -> Tensor:
@@ -96,13 +96,13 @@ class Packed:
         span = (high - zero.float()).clamp(min=0)
         scale = (span / (2**bits - 1)).to(torch.float16)
         step = scale.float()[..., None]
-        level = torch.where(step > 0, (x - zero.float()[..., None]) / step, torch.zeros_like(x))
-        return cls(pack(level.round().clamp(0, 2**bits - 1), bits), scale, zero, bits, x.shape[-1])
+        level = (x - zero.float()[..., None]).div_(step).masked_fill_(~(step > 0), 0)
+        return cls(pack(level.round_().clamp_(0, 2**bits - 1), bits), scale, zero, bits, x.shape[-1])
 
     def decode(self) -> Tensor:
         """float32 [..., length]."""
         codes = unpack(self.codes, self.bits, self.length).float()
-        return codes * self.scale.float()[..., None] + self.zero.float()[..., None]
+        return codes.mul_(self.scale.float()[..., None]).add_(self.zero.float()[..., None])
 
     @property
     def size(self) -> Size:
