@@ -71,7 +71,7 @@ def test_the_measurement_sees_what_is_held() -> None:
     assert plan_cost(make("recency"), 8192).peak_bytes < keys // 4
 
 
-@pytest.mark.parametrize("name", {*QUERIES, *QUADRATIC})
+@pytest.mark.parametrize("name", sorted({*QUERIES, *QUADRATIC}))
 def test_a_context_too_long_is_refused_with_what_it_would_take(name: str) -> None:
     """70,000^2 / 2 x 8 multiply-adds of each of four query heads, or of each of two KV heads."""
     work = {"h2o": "7.8e+10", "r-kv": "3.9e+10", "nearest-merge": "3.9e+10"}
