@@ -41,8 +41,8 @@ def exp2(x):  # type: ignore[no-untyped-def] # pragma: no cover
 def scratch(count, a, b, c):  # type: ignore[no-untyped-def] # pragma: no cover
     """Three float32 arrays [count, a], [count, b] and [count, c], each from a cache line's edge on.
 
-    A vector across two lines costs twice. They lie behind each other, since what is stored holds up what is loaded at
-    the same distance from a page's edge: three of the allocator's own took up to a quarter longer (measured).
+    A vector across two lines costs twice. They lie behind each other, so that no two of them lie at the same distance
+    from a page's edge by chance: with three of the allocator's own, times differed by a quarter between processes.
     """
     second = (count * a + LANES - 1) // LANES * LANES
     third = second + (count * b + LANES - 1) // LANES * LANES

@@ -7,7 +7,7 @@ scattered slots costs no more than a table of blocks.
 Memory is read fastest in order, a row after the other, as one head alone reads it: the processor sees what comes, and
 whatever is fetched besides only hinders it. Where several rows are read at once, or rows lie apart, it does not see it,
 and rows that come next are fetched ahead of their use into the second cache, a few lines with each step: more at once
-would wait for each other (all of it measured).
+wait for each other.
 
 Loads are as wide as the host's vectors; numba's cache on disk is kept per host CPU, and per state of this room's
 sources (`kvassay.runtime.compiled_kernels`).
