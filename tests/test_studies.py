@@ -115,6 +115,20 @@ def test_means_on_a_page_are_those_of_the_published_cells(study: Path, head: str
     assert rows and set(rows) <= published
 
 
+@pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.name)
+def test_likelihoods_on_a_page_are_those_of_the_published_cells(study: Path) -> None:
+    results = Results.open(study / "results" / "locks")
+    lines = (study / "README.md").read_text(encoding="utf-8").splitlines()
+    (head,) = [line for line in lines if line.startswith("| NLL less dense's |")]
+    arms = [cell.strip(" `") for cell in head.strip("|").split("|")[1:]]
+    wanted = []
+    for one in promoting_sets(results):
+        estimates = [cell.difference["nll"] for arm in arms if (cell := one.cell(arm))]
+        shown = [f"{off.mean:+.3f} ({off.low:+.3f} to {off.high:+.3f})" for off in estimates]
+        wanted.append((f"{one.model}, {one.workload}", *shown))
+    assert rows_under(study / "README.md", head) == wanted
+
+
 def generated_row(results: Results, arm: str) -> tuple[str, ...]:
     """Per model: top-1, NLL less dense's with its interval, and blocks that compaction frees of dense's."""
     found: list[str] = []
