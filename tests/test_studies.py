@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 
 import pytest
 
+from kvassay.experiment.long import read_long
 from kvassay.experiment.results import Results, SetResult
 from kvassay.experiment.schema import load_experiment
 from kvassay.gate.chain import LOG, read_log
@@ -148,6 +150,33 @@ def test_what_was_made_of_generated_text_is_what_the_cells_say(study: Path) -> N
     rows = rows_under(study / "README.md", "| arm | SmolLM2 top-1 |")
     assert {row[0] for row in rows} == set(results.arms)
     assert set(rows) == {(arm, *generated_row(results, arm)) for arm in results.arms}
+
+
+def far_row(study: Path, arm: str, places: Sequence[tuple[str, int]]) -> tuple[str, ...]:
+    """Per model and length, in per cent of dense's: held, read, and blocks freed by a table of its own or per head."""
+    rows, _ = read_long(study / "results" / "long")
+    found: list[float] = []
+    for place in places:
+        (one,) = [row for row in rows if (row.row, row.tokens) == place and row.arm == arm]
+        freed = (one.blocks_freed_layer / one.blocks_total, one.blocks_freed_head / one.blocks_total)
+        found += [one.retained_fraction, one.read_fraction, *freed]
+    return tuple(f"{100 * value:.0f} %" for value in found)
+
+
+@pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.name)
+def test_long_rows_on_a_page_are_the_published_ones(study: Path) -> None:
+    rows = rows_under(study / "README.md", "| arm | 1M: held |")
+    places = [("granite-4.1-8b", 1 << 20), ("step-3.7-flash", 1 << 18)]
+    assert {row[0] for row in rows} == {row.arm for row in read_long(study / "results" / "long")[0]}
+    assert set(rows) == {(row[0], *far_row(study, row[0], places)) for row in rows}
+
+
+@pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.name)
+def test_long_rows_are_the_studys_own(study: Path) -> None:
+    wanted, found = (
+        load_experiment(at / name) for at, name in ((study, "long.toml"), (study / "results" / "long", "resolved.toml"))
+    )
+    assert (found.long, found.arms, found.protection) == (wanted.long, wanted.arms, wanted.protection)
 
 
 def served_row(file: Path, arm: str) -> tuple[str, ...]:
