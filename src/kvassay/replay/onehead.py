@@ -289,8 +289,9 @@ class OneHead:
             asking.written(lane, [self.index])
             q = self.asked.q[:, at : at + number]
             start = self.clock()
-            chosen, scanned, data = asking.select(lane, self.index, q)
+            selected = asking.select(lane, self.index, q)
             outcome.select_seconds += self.clock() - start
+            chosen, scanned, data = selected  # not before: what these names held goes here, and takes its time
             data = data or self.cache.stored(lane.seq, self.index, number)
             positions = self.asked.positions[at : at + number]
             seen = asking.seen(lane, self.index, data, positions, chosen)
