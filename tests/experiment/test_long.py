@@ -76,7 +76,7 @@ def test_the_named_models_have_layers_that_grow_and_their_length_is_planned(tmp_
     plan = plan_of(tmp_path, row, "1m", 1)
     (unit,) = plan.units
     assert set(plan.refused(unit)) == {"h2o keep=0.5", "pyramidkv keep=0.5"}
-    assert "multiply-adds a layer at 1048576 tokens" in plan.refused(unit)["h2o keep=0.5"]
+    assert "multiply-adds), per layer at 1048576 tokens" in plan.refused(unit)["h2o keep=0.5"]
 
 
 @pytest.mark.parametrize(

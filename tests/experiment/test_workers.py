@@ -86,7 +86,7 @@ def test_a_worker_fits_an_offline_policy_on_the_model_once(
     fit = DynaCalKV.fit
     monkeypatch.setattr(DynaCalKV, "fit", lambda self, source: (fits.append(1), fit(self, source))[1])
     monkeypatch.setattr(workers, "_WORKER", [])
-    workers._begin(workers._Start(loaded, file.name, tmp_path, folder.path, 1, os.getppid()))
+    workers._begin(workers._Start(loaded, file.name, tmp_path, folder.path, plan.code, 1, os.getppid()))
     try:
         done = [workers._compute(unit) for unit in plan.units]
     finally:

@@ -94,8 +94,9 @@ def test_a_label_is_read_back_and_survives_another_process(text: str) -> None:
 
 
 def test_parts_may_be_plug_ins_and_twins(tmp_path: Path) -> None:
-    source = "from dataclasses import dataclass\nfrom kvassay.policy.knorm import KeyNorm\n\n"
-    (tmp_path / "mine.py").write_text(source + "@dataclass(frozen=True)\nclass Mine(KeyNorm):\n    '''Mine.'''\n")
+    source = "from dataclasses import dataclass, replace\nfrom kvassay.policy.knorm import KeyNorm\n\n"
+    source += "@dataclass(frozen=True)\nclass Mine(KeyNorm):\n    '''Mine.'''\n"
+    (tmp_path / "mine.py").write_text(source + "    card = replace(KeyNorm.card, name='mine')\n")
     policy = registry.parse("mine.py:Mine+int8", tmp_path)
     assert [type(part).__name__ for part in policy.parts] == ["Mine", "Int8"]
     assert registry.parse("knorm~flipped+kivi(key_bits=4)").card.name == "knorm~flipped+kivi"

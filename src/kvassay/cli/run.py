@@ -30,12 +30,15 @@ def run(
     """
     if exploratory and gate_file is None:
         raise click.UsageError("--exploratory needs --gate")
-    from kvassay.experiment.asked import check_asked
+    from kvassay.experiment.asked import about_workloads, check_asked
     from kvassay.experiment.schema import load_experiment
     from kvassay.gate.schema import load_gate
 
     experiment = load_experiment(file)
     check_asked(experiment, str(file), file.parent)
+    options = [name for name, value in (("--gate", gate_file), ("--contexts", contexts)) if value is not None]
+    if experiment.long and options:
+        click.echo(about_workloads(experiment, str(file), options), err=True)
     if gate_file is not None:
         load_gate(gate_file)
     # Only now, step by step, what takes seconds to import: a slip in the file is told at once.
@@ -43,13 +46,8 @@ def run(
 
     fewer = experiment if contexts is None else experiment.first(contexts)
     plan = make_plan(fewer, str(file), file.parent) if experiment.workload else None
-    from kvassay.experiment.long import about_workloads
     from kvassay.gate.session import judge_run, pin, pinned
     from kvassay.report.session import RUNS, run_and_report
-
-    options = [name for name, value in (("--gate", gate_file), ("--contexts", contexts)) if value is not None]
-    if experiment.long and options:
-        click.echo(about_workloads(experiment, str(file), options), err=True)
 
     def begin(folder: Path) -> None:
         if gate_file is not None:

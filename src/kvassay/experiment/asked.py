@@ -5,7 +5,7 @@ A slip in the file is told in a fraction of a second: nothing here imports torch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -43,6 +43,17 @@ def check_asked(experiment: Experiment, source: str, base: Path) -> None:
             with _at(f"{source}: {place}"):
                 check_model(name)
     check_lengths(experiment, source)
+
+
+def about_workloads(experiment: Experiment, source: str, options: Sequence[str]) -> str:
+    """What to say of options that long rows cannot honour; `ExperimentError` where there is no workload that could."""
+    given = " and ".join(options)
+    if not experiment.workload:
+        raise ExperimentError(
+            f"{source}: holds [[long]] only, and {given} would do nothing: long rows have no contexts to count and no "
+            "verdict, and those that may not judge no quality either"
+        )
+    return f"{given}: of the workloads only; long rows are run whole and have no verdict"
 
 
 @contextmanager

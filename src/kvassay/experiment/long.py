@@ -130,17 +130,6 @@ def plan_long(experiment: Experiment, source: str, base: Path) -> LongPlan:
     return LongPlan(experiment, source, base, tuple(arms), tuple(dict.fromkeys(units)), code)
 
 
-def about_workloads(experiment: Experiment, source: str, options: Sequence[str]) -> str:
-    """What to say of options that long rows cannot honour; `ExperimentError` where there is no workload that could."""
-    given = " and ".join(options)
-    if not experiment.workload:
-        raise ExperimentError(
-            f"{source}: holds [[long]] only, and {given} would do nothing: long rows have no contexts to count and no "
-            "verdict, and those that may not judge no quality either"
-        )
-    return f"{given}: of the workloads only; long rows are run whole and have no verdict"
-
-
 def growing_layers(layout: Layout) -> list[Layer]:
     """Layers that hold keys and values per head of every token."""
     return [layer for layer in layout.storing if layer.kind == "full" and isinstance(layer.kv, KV)]
