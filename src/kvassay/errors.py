@@ -87,7 +87,11 @@ class GateError(KvassayError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return `` (did you mean 'x'?)`` for the nearest known name, else the known names."""
+    """Return `` (did you mean 'x'?)`` for the nearest known name, else the known names.
+
+    A name of which the given one is the beginning, up to a hyphen, is nearest: h100 means h100-sxm, not h200.
+    """
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    begun = [one for one in names if one.startswith(f"{name}-")]
+    near = begun or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f" (did you mean '{near[0]}'?)" if near else f" (known: {', '.join(names)})"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
-from kvassay.errors import ExperimentError, KvassayError
+from kvassay.errors import ExperimentError
 from kvassay.experiment.arminfo import ArmInfo
 from kvassay.experiment.schema import Experiment
+from kvassay.experiment.tables import at
 from kvassay.measure.aggregate import DENSE
 from kvassay.policy.base import Policy
 from kvassay.policy.budget import Allowance, Budget, Protection
@@ -20,8 +19,6 @@ from kvassay.policy.registry import parse
 from kvassay.policy.twins import merge_off
 from kvassay.replay.arms import Arm, always_on, grid
 
-T = TypeVar("T")
-
 
 def build_arms(experiment: Experiment, source: str, base: Path) -> list[Arm]:
     """Every arm of the experiment, always-on arms first and those with a prefill of their own last.
@@ -30,24 +27,19 @@ def build_arms(experiment: Experiment, source: str, base: Path) -> list[Arm]:
     Plug-in files are looked up from `base`.
     Raises `ExperimentError`, naming `source` and the key, for an unknown policy, parameter or budget.
     """
-    wanted = experiment.arms
-    budgets = [_named(f"{source}: [arms] budgets", Budget.parse, text) for text in wanted.budgets]
-    listed = [_named(f"{source}: [arms] policies", _parse_from(base), text) for text in wanted.policies]
-    policies = _with_twins(listed)
+    wanted, place = experiment.arms, f"{source}: [arms]"
+    with at(f"{place} budgets"):
+        budgets = [Budget.parse(text) for text in wanted.budgets]
+    with at(f"{place} policies"):
+        policies = _with_twins([parse(text, base) for text in wanted.policies])
     protection = Protection(experiment.protection.sink, experiment.protection.recent)
-    shared = _named(f"{source}: [arms] budgets", _shared(protection), budgets) if wanted.always_on else []
+    with at(f"{place} budgets"):
+        shared = _shared(budgets, protection) if wanted.always_on else []
     taken = {arm.label for arm in shared}
-    own = [
-        arm
-        for policy in policies
-        for arm in _named(f"{source}: [arms]", _candidate(policy, protection), budgets)
-        if arm.label not in taken
-    ]
-    place = f"{source}: [arms] own_prefill"
-    prefilled = [
-        _named(place, _own_prefill(_named(place, _parse_from(base), text), protection), budgets)
-        for text in wanted.own_prefill
-    ]
+    with at(place):
+        own = [arm for one in policies for arm in _candidate(one, budgets, protection) if arm.label not in taken]
+    with at(f"{place} own_prefill"):
+        prefilled = [_own_prefill(parse(text, base), budgets, protection) for text in wanted.own_prefill]
     arms = [*shared, *own, *prefilled]
     labels = [arm.label for arm in arms]
     twice = sorted({label for label in labels if labels.count(label) > 1})
@@ -83,12 +75,10 @@ def check_budgets(experiment: Experiment, arms: list[Arm], source: str) -> None:
     """Refuse a budget that leaves nothing beside what is protected, at any length of the experiment."""
     for number, workload in enumerate(experiment.workload):
         for arm in arms:
-            try:
+            place = f"[[workload]] {number + 1} ({workload.name}, {workload.length} tokens)"
+            with at(f"{source}: {place}, arm '{arm.label}'"):
                 for budget in (arm.budget, *arm.policy.fixed_budgets):
                     Allowance.resolve(budget, workload.length, arm.protection)
-            except KvassayError as error:
-                place = f"[[workload]] {number + 1} ({workload.name}, {workload.length} tokens)"
-                raise ExperimentError(f"{source}: {place}, arm '{arm.label}': {error}") from None
 
 
 def describe_arms(arms: Sequence[Arm], experiment: Experiment) -> list[ArmInfo]:
@@ -96,7 +86,7 @@ def describe_arms(arms: Sequence[Arm], experiment: Experiment) -> list[ArmInfo]:
     shared: set[str] = set()
     if experiment.arms.always_on:
         budgets = [Budget.parse(text) for text in experiment.arms.budgets]
-        shared = {arm.label for arm in _shared(Protection())(budgets)}
+        shared = {arm.label for arm in _shared(budgets, Protection())}
     return [_describe(arm, arm.label in shared) for arm in arms]
 
 
@@ -124,44 +114,18 @@ def _describe(arm: Arm, always: bool) -> ArmInfo:
     )
 
 
-def _shared(protection: Protection) -> Callable[[Sequence[Budget]], list[Arm]]:
+def _shared(budgets: Sequence[Budget], protection: Protection) -> list[Arm]:
     """The always-on arms; a fraction in any unit is for them a fraction of the tokens."""
-
-    def make(budgets: Sequence[Budget]) -> list[Arm]:
-        tokens = [Budget("keep_tokens", b.amount) if b.amount <= 1 or b.unit == "read_tokens" else b for b in budgets]
-        return always_on(list(dict.fromkeys(tokens)), protection)
-
-    return make
+    tokens = [Budget("keep_tokens", b.amount) if b.amount <= 1 or b.unit == "read_tokens" else b for b in budgets]
+    return always_on(list(dict.fromkeys(tokens)), protection)
 
 
-def _candidate(policy: Policy, protection: Protection) -> Callable[[Sequence[Budget]], list[Arm]]:
+def _candidate(policy: Policy, budgets: Sequence[Budget], protection: Protection) -> list[Arm]:
     """One policy at every budget in a unit it can honour; an error if there is none."""
-
-    def make(budgets: Sequence[Budget]) -> list[Arm]:
-        units = policy.card.budgets | ({"keep_tokens"} if "read_tokens" in policy.card.budgets else set())
-        return grid([policy], [b for b in budgets if b.unit in units] or budgets, protection)
-
-    return make
+    units = policy.card.budgets | ({"keep_tokens"} if "read_tokens" in policy.card.budgets else set())
+    return grid([policy], [b for b in budgets if b.unit in units] or budgets, protection)
 
 
-def _own_prefill(policy: Policy, protection: Protection) -> Callable[[Sequence[Budget]], Arm]:
+def _own_prefill(policy: Policy, budgets: Sequence[Budget], protection: Protection) -> Arm:
     """One policy with a prefill of its own, at the first budget that it can honour."""
-
-    def make(budgets: Sequence[Budget]) -> Arm:
-        return replace(_candidate(policy, protection)(budgets)[0], prefill=Prefill.OWN)
-
-    return make
-
-
-def _parse_from(base: Path) -> Callable[[str], Policy]:
-    """A parser that looks relative plug-in files up in `base`."""
-
-    return partial(parse, base=base)
-
-
-def _named(place: str, call: Callable[[Any], T], argument: Any) -> T:
-    """Call, and say where in the file the argument stands if it is refused."""
-    try:
-        return call(argument)
-    except KvassayError as error:
-        raise ExperimentError(f"{place}: {error}") from None
+    return replace(_candidate(policy, budgets, protection)[0], prefill=Prefill.OWN)

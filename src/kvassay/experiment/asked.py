@@ -5,13 +5,13 @@ A slip in the file is told in a fraction of a second: nothing here imports torch
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
-from kvassay.errors import ExperimentError, KvassayError, LayoutError, ModelError, WorkloadError, did_you_mean
+from kvassay.errors import ExperimentError, ModelError, did_you_mean
 from kvassay.experiment.drafters import check_drafters, draft_models
 from kvassay.experiment.schema import Experiment
+from kvassay.experiment.tables import at
 from kvassay.layout.config import cached, from_config
 from kvassay.layout.registry import rows
 from kvassay.policy.budget import Budget
@@ -30,17 +30,17 @@ def check_asked(experiment: Experiment, source: str, base: Path) -> None:
     arms = experiment.arms
     for place, texts in (("policies", arms.policies), ("own_prefill", arms.own_prefill)):
         for text in texts:
-            with _at(f"{source}: [arms] {place}"):
+            with at(f"{source}: [arms] {place}"):
                 check_names(text, base)
     for text in arms.budgets:
-        with _at(f"{source}: [arms] budgets"):
+        with at(f"{source}: [arms] budgets"):
             Budget.parse(text)
     check_workloads(experiment, source)
     check_drafters(experiment, source)
     models = experiment.experiment.models
     for place, names in (("[experiment] models", models), ("[speculation] drafters", draft_models(experiment))):
         for name in names:
-            with _at(f"{source}: {place}"):
+            with at(f"{source}: {place}"):
                 check_model(name)
     check_lengths(experiment, source)
 
@@ -56,27 +56,14 @@ def about_workloads(experiment: Experiment, source: str, options: Sequence[str])
     return f"{given}: of the workloads only; long rows are run whole and have no verdict"
 
 
-@contextmanager
-def _at(place: str) -> Iterator[None]:
-    """Say where in the file it stands if something is refused."""
-    try:
-        yield
-    except KvassayError as error:
-        raise ExperimentError(f"{place}: {error}") from None
-
-
 def check_workloads(experiment: Experiment, source: str) -> None:
     """Refuse an unknown workload, parameters it does not take, and a calibration on text that is not set apart."""
     for number, workload in enumerate(experiment.workload):
-        try:
+        with at(f"{source}: [[workload]] {number + 1}"):
             check(workload.name, workload.params, workload.questions)
-        except WorkloadError as error:
-            raise ExperimentError(f"{source}: [[workload]] {number + 1}: {error}") from None
     name = experiment.calibration.workload
-    try:
+    with at(f"{source}: [calibration] workload"):
         divided = get(name).draft is not None
-    except WorkloadError as error:
-        raise ExperimentError(f"{source}: [calibration] workload: {error}") from None
     if not divided:
         raise ExperimentError(f"{source}: [calibration] workload: '{name}' is imported, it has no text set apart")
 
@@ -84,10 +71,8 @@ def check_workloads(experiment: Experiment, source: str) -> None:
 def check_imports(experiment: Experiment, source: str) -> None:
     """Refuse a file to import that cannot be read or lacks rows; apart, as a finished run is read without it."""
     for number, workload in enumerate(experiment.workload):
-        try:
+        with at(f"{source}: [[workload]] {number + 1}"):
             check_import(workload.name, workload.params, workload.contexts)
-        except WorkloadError as error:
-            raise ExperimentError(f"{source}: [[workload]] {number + 1}: {error}") from None
 
 
 def check_model(name: str) -> None:
@@ -131,10 +116,8 @@ def check_lengths(experiment: Experiment, source: str) -> None:
     for model in experiment.experiment.models:
         if not Path(model).expanduser().is_dir() and "/" in model and cached(model) is None:
             continue
-        try:
-            native = from_config(model if "~" not in model else str(Path(model).expanduser())).native_context
-        except LayoutError as error:
-            raise ExperimentError(f"{source}: [experiment] models: {error}") from None
+        with at(f"{source}: [experiment] models"):
+            native = from_config(model).native_context
         for number, workload in enumerate(experiment.workload):
             if workload.length >= native and not experiment.protocol.allow_beyond_native:
                 raise ExperimentError(

@@ -106,7 +106,7 @@ def _rows(
     dense = next((cell for cell in cells if cell.arm == DENSE), None)
     if dense is None:
         return
-    layout = from_config(Path(trace_set.model).expanduser() if "~" in trace_set.model else trace_set.model)
+    layout = from_config(trace_set.model)
     scale = calibration.scale if calibration else 1.0
     errors = calibration.errors if calibration else {}
     dtype = hardware.cache_dtype or layout.kv_dtype

@@ -89,7 +89,7 @@ def _sizes(plan: Plan) -> Iterator[int]:
 
 def _layout(model: str) -> Layout | None:
     try:
-        return from_config(model if "~" not in model else str(Path(model).expanduser()))
+        return from_config(model)
     except LayoutError:
         return None
 

@@ -137,7 +137,7 @@ def available_bytes(device: str) -> int:
 def _needs(plan: Plan, trace_set: TraceSet) -> Iterator[Need]:
     model, context, device = trace_set.model, trace_set.workload.length, plan.experiment.experiment.device
     try:
-        layout = from_config(model if "~" not in model else str(Path(model).expanduser()))
+        layout = from_config(model)
     except LayoutError:
         return  # not fetched yet: the run says so, or fetches it
     title = f"{short_model(model)}, {trace_set.label}"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import tomllib
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
-from kvassay.errors import KvassayError, did_you_mean
+from kvassay.errors import ExperimentError, KvassayError, did_you_mean
 
 
 class Table(BaseModel):
@@ -37,6 +38,15 @@ def read_toml(path: str | Path, error: type[KvassayError]) -> dict[str, Any]:
         raise error(f"{file}: cannot be read: {found.strerror or found}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as found:
         raise error(f"{file}: not valid TOML: {found}") from None
+
+
+@contextmanager
+def at(place: str) -> Iterator[None]:
+    """Say where in the file it stands if something is refused."""
+    try:
+        yield
+    except KvassayError as error:
+        raise ExperimentError(f"{place}: {error}") from None
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:

@@ -156,8 +156,10 @@ class _Tokens:
 
     def __init__(self, b: Any, rows: _Array, at: _Array, line: Value, ahead: Value, tokens: list[Value], g: Value):
         self.builder = b
+        some = b.icmp_signed(">=", ahead, I64(0))
+        ahead = b.select(some, ahead, line)  # no place before the first line is looked up
         self.here, self.there = ([rows.data_at(b.load(at.place(of, t))) for t in tokens] for of in (line, ahead))
-        self.told = b.and_(b.icmp_signed(">=", ahead, I64(0)), b.icmp_signed("==", g, I64(0)))
+        self.told = b.and_(some, b.icmp_signed("==", g, I64(0)))
 
     def load(self, load: Load, d: Value) -> list[Value]:
         """A vector of each row from element d on."""

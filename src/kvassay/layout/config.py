@@ -81,8 +81,8 @@ def load(source: object) -> tuple[Mapping[str, Any], str]:
 
 
 def find(source: str | Path) -> Path:
-    """Return the configuration file at a path, in a folder, or of a Hugging Face id in the local cache."""
-    path = Path(source)
+    """Return the configuration file at a path or in a folder (`~` is the home), or of a Hugging Face id in the cache."""
+    path = Path(source).expanduser()
     if path.is_dir():
         path = path / CONFIG_FILE
         if not path.is_file():

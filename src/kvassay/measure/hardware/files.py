@@ -98,8 +98,7 @@ def load_hardware(name: str) -> Hardware:
     """
     if not name.endswith(ENDING):
         if name not in shipped():
-            begun = [known for known in shipped() if known.startswith(f"{name}-")]
-            hint = f" (did you mean '{begun[0]}'?)" if begun else did_you_mean(name, shipped())
+            hint = did_you_mean(name, shipped())
             raise HardwareError(f"unknown hardware '{name}'{hint}; a file of your own ends in {ENDING}")
         return _shipped(name)
     file = Path(name).expanduser()
