@@ -81,7 +81,7 @@ def load(source: object) -> tuple[Mapping[str, Any], str]:
 
 
 def find(source: str | Path) -> Path:
-    """Return the configuration file at a path or in a folder (`~` is the home), or of a Hugging Face id in the cache."""
+    """Return the configuration file at a path or in a folder (`~` is the home), or of a cached Hugging Face id."""
     path = Path(source).expanduser()
     if path.is_dir():
         path = path / CONFIG_FILE
