@@ -153,7 +153,8 @@ def test_a_second_model_by_its_folder(plan: MAKER, tmp_path: Path, tiny_model: P
         ('drafters = ["ngram"]\narms = ["knrom"]', "[speculation] arms: no arm is 'knrom' (did you mean 'knorm'?)"),
         ('drafters = ["ngram"]\nk = 0', "[speculation] k: Input should be greater than or equal to 1, got 0"),
         ('drafters = ["ngram"]\nngram_min = 5', "ngram_min is 5, ngram_max 4: at most as long"),
-        ("k = 4", "k is set, but drafters names nobody, so nothing would be measured"),
+        ("", "[speculation] missing key 'drafters'"),
+        ("drafters = []\nk = 4", "k is set, but drafters names nobody, so nothing would be measured"),
         ('drafter = ["ngram"]', "[speculation] unknown key 'drafter' (did you mean 'drafters'?)"),
     ],
 )

@@ -146,7 +146,7 @@ class LatencyTable(Table):
 class SpeculationTable(Table):
     """`[speculation]`: acceptance in speculative decoding; measured only if drafters are named."""
 
-    drafters: Names = ()
+    drafters: Names
     """Who drafts: "compressed" (each arm's cache drafts, dense verifies), "ngram" (prompt lookup drafts, dense and
     each arm verify), or a second model with the same tokenizer (each arm verifies): an embedded name, a folder or a
     Hugging Face id with a `/`."""
@@ -163,7 +163,8 @@ class SpeculationTable(Table):
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
-        changed = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+        fields = type(self).model_fields.items()
+        changed = [name for name, field in fields if name != "drafters" and getattr(self, name) != field.default]
         if changed and not self.drafters:
             raise ValueError(f"{changed[0]} is set, but drafters names nobody, so nothing would be measured")
         if self.ngram_min > self.ngram_max:
@@ -183,7 +184,7 @@ class Experiment(Table):
     record: RecordTable = RecordTable()
     calibration: CalibrationTable = CalibrationTable()
     latency: LatencyTable = LatencyTable()
-    speculation: SpeculationTable = SpeculationTable()
+    speculation: SpeculationTable = SpeculationTable(drafters=())
 
     @field_validator("workload")
     @classmethod
