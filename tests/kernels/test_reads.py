@@ -19,7 +19,7 @@ from kvassay.cache.ops import GroupSpec
 from kvassay.cache.paged import PagedCache
 from kvassay.kernels.device import CodeRead, LaneRead, PagedLayer, SlotRead
 from kvassay.kernels.gather import ReferenceKernel
-from kvassay.kernels.reads import lane_reads, paged_layer, selected_read
+from kvassay.kernels.reads import lane_reads, paged_layer
 from kvassay.kernels.reference import attend, visible
 from kvassay.layout.model import Layer, Rope
 from tests.cache.build import World, layer, one_layer, world
@@ -189,17 +189,21 @@ class TestEveryForm:
         assert len(reads) == 2
         check(on, world.cache, seq, lambda queries: lane_reads(world.cache, seq, 0, queries), queries=1)
 
-    def test_a_selection_per_head(self, on: Device) -> None:
-        world, seq = made([])
-        mask = torch.rand(HEADS, N + TAIL, generator=torch.Generator().manual_seed(5)) < 0.3
-        mask[:, -1] = True
-        view = world.cache.ledger.slots(seq, 0)
-        q = random(Q_HEADS, 1, DIM)
-        layer = paged_layer(world.cache, world.cache.layout.layers[0])
-        found = on.decode(layer, q[None], [[selected_read(view, mask.numpy())]])[0]
-        data = world.cache.layer(seq, 0).stored
-        seen = visible(data, torch.tensor([N + TAIL - 1]), Q_HEADS, allowed=mask.repeat_interleave(GROUP, 0)[None])
-        torch.testing.assert_close(found.double(), attend(q.double(), data, seen, scale=0.5), rtol=0, atol=2e-6)
+    @pytest.mark.parametrize("name", EDITS)
+    @pytest.mark.parametrize("fused", [True, False], ids=["fused", "decoded"])
+    def test_a_selection_per_head(self, on: Device, name: str, fused: bool) -> None:
+        world, seq = made(EDITS[name])
+        data = world.cache.stored(seq, 0)
+        selected = torch.rand(data.positions.shape, generator=torch.Generator().manual_seed(5)) < 0.3
+        selected[1, 8:40] = False  # nothing of a whole tile
+        selected = (selected | (data.positions == N + TAIL - 1)) & (data.positions >= 0)
+        layer, q = paged_layer(world.cache, world.cache.layout.layers[0]), random(Q_HEADS, 1, DIM)
+        reads = lane_reads(world.cache, seq, 0, fused=fused, selected=selected)
+        seen = visible(data, torch.tensor([N + TAIL - 1]), Q_HEADS, allowed=selected.repeat_interleave(GROUP, 0)[None])
+        true = attend(q.double(), data, seen, scale=0.5)
+        for kernel in (on, REFERENCE):
+            found = kernel.decode(layer, q[None], [reads])[0]
+            torch.testing.assert_close(found.double(), true, rtol=0, atol=4e-6)
 
 
 class TestManyLanes:

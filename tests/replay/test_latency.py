@@ -39,6 +39,8 @@ ARMS = (
     arm("paged-eviction", "keep=0.5"),
     arm("fp8"),
     KIVI,
+    arm("quest(dense_layers=0)+fp8", "read=0.5"),
+    arm("quest(dense_layers=0)+kivi(group=8, residual=32)", "read=0.5"),
 )
 
 
@@ -81,6 +83,13 @@ def test_bytes_and_operations_follow_what_an_arm_reads(llama_times: dict[str, Ar
         assert llama_times[coded].read_bytes < dense.read_bytes
     # One byte an element where dense has four, the query's own token too: it is encoded as it is written.
     assert llama_times["fp8"].read_bytes == 405 / 4 * per_token
+
+
+def test_a_selection_over_codes_reads_what_is_selected(llama_times: dict[str, ArmTimes]) -> None:
+    plain, codes, some = (one for name, one in llama_times.items() if name.startswith("quest"))
+    assert codes.read_bytes == plain.read_bytes / 4  # every token lies in codes, the query's own too
+    assert codes.flops == plain.flops == some.flops
+    assert codes.read_bytes < some.read_bytes < plain.read_bytes  # kivi keeps the newest tokens as they were written
 
 
 def test_only_what_a_policy_does_is_charged_to_it(llama_times: dict[str, ArmTimes]) -> None:

@@ -235,6 +235,16 @@ def tile_rows(begin, width, n, at):  # type: ignore[no-untyped-def] # pragma: no
         at[0, t] = at[0, n - 1]
 
 
+@njit(cache=True)
+def narrowed(seen, first, end):  # type: ignore[no-untyped-def] # pragma: no cover
+    """The rows from `first` to `end` without those at either end that are not seen [rows]; none: an empty range."""
+    while first < end and not seen[first]:
+        first += 1
+    while first < end and not seen[end - 1]:
+        end -= 1
+    return first, end
+
+
 @njit(parallel=True, fastmath=FAST, cache=True)
 def attend_codes(  # type: ignore[no-untyped-def] # pragma: no cover
     key, value, positions, table, interleaved, seen, inner_bias, outer_bias, pieces,
@@ -274,8 +284,13 @@ def attend_codes(  # type: ignore[no-untyped-def] # pragma: no cover
         by_row = False
         for part in mine:
             by_row = by_row or part[KIND] != CHANNELS
-        for first in range(piece[BEGIN], piece[END], TILE):
-            n = min(TILE, piece[END] - first)
+        for begin in range(piece[BEGIN], piece[END], TILE):
+            first, end = begin, min(begin + TILE, piece[END])
+            if seen.shape[0]:  # what is not selected is not decoded
+                first, end = narrowed(seen[piece[SEEN], head], first, end)
+                if first == end:
+                    continue
+            n = end - first
             if through:
                 tile_rows(mine[0, DATA] + first * k_rank, k_rank, n, at)
                 dots(query, k_floats, at, n, scores)

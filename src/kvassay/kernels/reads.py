@@ -30,12 +30,21 @@ def paged_layer(cache: PagedCache, layer: Layer, sinks: Tensor | None = None) ->
     return PagedLayer(keys, keys if one_side else values, layer.scale, layer.softcap, sinks)
 
 
-def lane_reads(cache: PagedCache, seq: int, layer: int, queries: int = 1, *, fused: bool = True) -> list[Read]:
+def lane_reads(
+    cache: PagedCache,
+    seq: int,
+    layer: int,
+    queries: int = 1,
+    *,
+    fused: bool = True,
+    selected: Tensor | None = None,
+) -> list[Read]:
     """All that the last `queries` tokens of a sequence read of a layer that owns its cache.
 
     fused: codes are dequantised in the kernel, as an engine would; else the decoded copies that this harness keeps
         are read, which is faster to replay and says nothing of a method's speed. So they are where a bias or a norm
         is put back, which no kernel here does
+    selected: bool [kv_heads, tokens] as `PagedCache.stored` lists them, live ones: by one query, whatever the window
     """
     view, window = cache.ledger.slots(seq, layer, queries), cache.layout.layers[layer].window
     length = cache.ledger.length(seq)
@@ -43,18 +52,18 @@ def lane_reads(cache: PagedCache, seq: int, layer: int, queries: int = 1, *, fus
     segments = cache.ledger.segments(seq, layer, queries)
     biased = bool(cache.bias_elements(seq, layer))
     if not segments and not biased:
-        return [slot_read(view, positions, window)]
+        return [slot_read(view, positions, window) if selected is None else selected_read(view, selected.numpy())]
     data = cache.stored(seq, layer, queries)
     if not fused or any(_is_restored(cache.encoded[segment.id]) for segment in segments):
-        return stored_reads(data, view, positions, window)
+        return stored_reads(data, view, positions, window, selected)
     width = data.positions.shape[1] - view.positions.shape[1]
-    bias, inner = _from(data, width)
-    reads: list[Read] = [slot_read(view, positions, window, bias, inner)]
+    reads: list[Read] = [_raw_read(data, width, view, positions, window, selected)]
     at = 0
     for members in _together(segments, cache.encoded):
-        n = sum(s.positions.shape[1] for s in members)
-        reads.append(_code_read(members, cache.encoded, positions, window, *_from(data, at, at + n)))
-        at += n
+        end = at + sum(s.positions.shape[1] for s in members)
+        mine = None if selected is None else selected[:, at:end]
+        reads.append(_code_read(members, cache.encoded, positions, window, *_from(data, at, end), mine))
+        at = end
     return reads
 
 
@@ -82,25 +91,43 @@ def slot_read(
     return SlotRead(_tensor(physical), _tensor(last), start, bias=bias, inner_bias=inner_bias)
 
 
-def selected_read(view: SlotView, mask: Bools) -> SlotRead:
-    """What one query reads of a view by a selection: bool [kv_heads, n]."""
+def selected_read(
+    view: SlotView, mask: Bools, bias: Tensor | None = None, inner_bias: Tensor | None = None
+) -> SlotRead:
+    """What one query reads of a view by a selection: bool [kv_heads, n]; biases as for `slot_read`."""
     physical, heads = _physical(view), len(mask)
     last = mask.sum(1, dtype=np.int32)
-    packed = np.zeros((heads, int(last.max(initial=0))), dtype=np.int32)
+    columns = np.zeros((heads, int(last.max(initial=0))), dtype=np.int64)
     for head in range(heads):
-        packed[head, : last[head]] = physical[head % len(physical), mask[head]]
-    return SlotRead(_tensor(packed), _tensor(last[None]))
+        columns[head, : last[head]] = np.flatnonzero(mask[head])
+    packed = np.take_along_axis(np.broadcast_to(physical, mask.shape), columns, 1)
+    there = torch.from_numpy(columns)
+    outer, inner = (None if one is None else torch.gather(one, 1, there) for one in (bias, inner_bias))
+    return SlotRead(_tensor(packed), _tensor(last[None]), bias=outer, inner_bias=inner)
 
 
-def stored_reads(data: Stored, view: SlotView, positions: Ints, window: int | None) -> list[Read]:
+def stored_reads(
+    data: Stored, view: SlotView, positions: Ints, window: int | None, selected: Tensor | None = None
+) -> list[Read]:
     """The same as `data` says it, whose last run is `view`: encoded runs by their decoded copies."""
     reads: list[Read] = []
+    held = data.positions if selected is None else data.positions.masked_fill(~selected, -1)
     at = 0
     for run in data.runs[:-1]:
         bias, inner = _from(data, at, at + run.tokens)
-        reads.append(_row_read(run, data.positions[:, at : at + run.tokens], positions, window, bias, inner))
+        reads.append(_row_read(run, held[:, at : at + run.tokens], positions, window, bias, inner))
         at += run.tokens
-    return [*reads, slot_read(view, positions, window, *_from(data, at))]
+    return [*reads, _raw_read(data, at, view, positions, window, selected)]
+
+
+def _raw_read(
+    data: Stored, begin: int, view: SlotView, positions: Ints, window: int | None, selected: Tensor | None
+) -> SlotRead:
+    """The raw slots, which are the columns of `data` from `begin` on."""
+    biases = _from(data, begin)
+    if selected is None:
+        return slot_read(view, positions, window, *biases)
+    return selected_read(view, selected[:, begin:].numpy(), *biases)
 
 
 def _row_read(
@@ -128,8 +155,12 @@ def _code_read(
     window: int | None,
     bias: Tensor | None,
     inner: Tensor | None,
+    selected: Tensor | None = None,
 ) -> CodeRead:
-    """Segments that are read as one, in the order in which their codes lie."""
+    """Segments that are read as one, in the order in which their codes lie.
+
+    selected: bool [kv_heads, tokens] as the segments list them
+    """
     codes = [encoded[segment.id] for segment in segments]
     place = torch.cat([_code_order(one) for one in codes], 1)
     listed = torch.from_numpy(np.concatenate([s.positions for s in segments], 1))
@@ -143,7 +174,8 @@ def _code_read(
         return torch.gather(x, 1, column.clamp(min=0)).masked_fill(column < 0, empty)
 
     held = laid(listed, -1)
-    seen = (laid(alive, False) & (column >= 0))[None].expand(1, *held.shape)
+    wanted = alive if selected is None else alive & selected
+    seen = (laid(wanted, False) & (column >= 0))[None].expand(1, *held.shape)
     newest = torch.from_numpy(positions)[:, None, None]
     if bool((held > int(positions.min())).any()):  # of this chunk, encoded as they were written
         seen = seen & (held[None] <= newest)

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kvassay.errors import ExperimentError
 from kvassay.kernels.device import CodeRead, DecodeKernel, LaneRead, PagedLayer, Plan, Read, kernel
-from kvassay.kernels.reads import lane_reads, paged_layer, selected_read
+from kvassay.kernels.reads import lane_reads, paged_layer
+from kvassay.layout.model import Layer
 from kvassay.policy.readset import ReadSet
 from kvassay.record.load import LoadedModel
 from kvassay.replay import asking
@@ -131,34 +131,25 @@ def _prepared(replay: Replay, lane: Lane, recorded: Recorded, decode: DecodeKern
     asking.written(lane, lane.scope)
     calls = []
     for layer in lane.cache.layout.layers:
-        owner = lane.cache.layout.source(layer.index).index
         q = recorded.query(layer.index, 0)
         asked = recorded.asked(lane, layer.index, 0)
         chosen, _, _ = asking.select(lane, layer.index, q, asked)
         pool = paged_layer(lane.cache, layer, replay.sinks.get(layer.index))
-        reads = _reads(lane, owner, layer.q_heads, chosen)
+        reads = _reads(lane, layer, chosen)
         there = q[None].to(decode.place)
         calls.append(_Call(layer.index, pool, there, q, asked, reads, decode.plan(pool, [reads], 1)))
     return _Timed(lane, decode, calls, steps, [], [])
 
 
-def _reads(lane: Lane, owner: int, q_heads: int, chosen: ReadSet | None) -> LaneRead:
-    """What the newest token reads of a layer's cache: all of it, or the union that its query heads chose.
-
-    Codes, if a policy selects and encodes, are read whole: that overstates its time.
-    """
-    cache, seq = lane.cache, lane.seq
+def _reads(lane: Lane, layer: Layer, chosen: ReadSet | None) -> LaneRead:
+    """What the newest token reads of a layer's cache: all of it, or the union that its query heads chose."""
+    cache, seq, owner = lane.cache, lane.seq, lane.cache.layout.source(layer.index).index
     if chosen is None:
         return lane_reads(cache, seq, owner)
-    view = cache.ledger.slots(seq, owner)
-    heads, width = view.logical.shape
-    where = view.logical if chosen.own else view.positions
-    mask = chosen.mask(torch.from_numpy(where.astype(np.int64)), q_heads)[0]
-    union = mask.view(heads, -1, width).any(1).numpy()
-    if chosen.own:
-        union[np.arange(heads), view.counts - 1] = True  # the query's own token
-    codes = [read for read in lane_reads(cache, seq, owner) if isinstance(read, CodeRead)]
-    return [selected_read(view, union), *codes]
+    data, newest = cache.stored(seq, owner), torch.tensor([cache.ledger.length(seq) - 1])
+    heads, tokens = data.positions.shape
+    seen = asking.seen(lane, layer.index, data, newest, chosen)
+    return lane_reads(cache, seq, owner, selected=seen.view(heads, -1, tokens).any(1))
 
 
 def _round(one: _Timed, *, counted: bool) -> None:
