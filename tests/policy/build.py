@@ -13,7 +13,8 @@ from kvassay.layout.model import KV, Component, Layer
 from kvassay.policy.base import Memory, Policy
 from kvassay.policy.budget import Allowance, Budget, Protection
 from kvassay.policy.card import Evidence
-from kvassay.policy.views import CacheView, LayerView, Meter, Queries
+from kvassay.policy.queries import Queries
+from kvassay.policy.views import CacheView, LayerView, Meter
 
 Q_HEADS, KV_HEADS, DIM = 4, 2, 8
 

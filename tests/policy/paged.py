@@ -15,7 +15,8 @@ from kvassay.layout.model import Layer, Layout
 from kvassay.policy.base import Memory, Policy
 from kvassay.policy.budget import Allowance, Protection
 from kvassay.policy.card import Evidence, When
-from kvassay.policy.views import CacheView, LayerView, Meter, Queries
+from kvassay.policy.queries import Queries
+from kvassay.policy.views import CacheView, LayerView, Meter
 
 
 @dataclass

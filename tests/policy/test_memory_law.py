@@ -14,7 +14,7 @@ import torch
 
 from kvassay.errors import PolicyError
 from kvassay.measure.plan_cost import RESET, Shape, plan_cost
-from kvassay.policy import r_kv, views
+from kvassay.policy import r_kv
 from kvassay.policy.base import EVERY_QUERY
 from kvassay.policy.card import Effect, Evidence
 from kvassay.policy.registry import BUILT_IN, get, make, parse
@@ -56,7 +56,6 @@ def test_planning_takes_its_share_of_two_gib(name: str, monkeypatch: pytest.Monk
 
 def peak_of_a_part(patch: pytest.MonkeyPatch, name: str, part: int) -> int:
     """Peak bytes of planning a part of the tokens in a part of the pieces."""
-    patch.setattr(views, "HELD_WEIGHTS", views.HELD_WEIGHTS // part)
     patch.setattr(r_kv, "COSINES", r_kv.COSINES // part)
     torch.set_num_threads(1)
     return plan_cost(parse(name), TOKENS // part).peak_bytes

@@ -24,7 +24,8 @@ from kvassay.layout.model import KV, Component, Layer, Rope
 from kvassay.policy.base import Artefact, Calibration, Memory, Policy
 from kvassay.policy.budget import Allowance, Budget, Protection
 from kvassay.policy.card import LATE, Evidence, When
-from kvassay.policy.views import BlockView, CacheView, LayerView, Meter, Queries, Rows, StepView
+from kvassay.policy.queries import Queries
+from kvassay.policy.views import BlockView, CacheView, LayerView, Meter, Rows, StepView
 
 BUCKET = 32
 """Tokens of a bucket, as recorded for SelKV."""

@@ -9,18 +9,12 @@ from torch import Tensor
 
 from kvassay.policy.base import ALL_APART, Memory, Policy
 from kvassay.policy.card import Card, Effect, Evidence
-from kvassay.policy.checks import at_least
 from kvassay.policy.views import LayerView
 
 
 @dataclass(frozen=True)
 class Hindsight(Policy):
-    """Score = attention mass that all future recorded queries put on a token, summed over its query heads.
-
-    chunk: future queries per pass over the keys; bounds memory only
-    """
-
-    chunk: int = 128
+    """Score = attention mass that all future recorded queries put on a token, summed over its query heads."""
 
     per_head: ClassVar[frozenset[str]] = ALL_APART
     card: ClassVar[Card] = Card(
@@ -36,13 +30,6 @@ class Hindsight(Policy):
         ),
     )
 
-    def __post_init__(self) -> None:
-        at_least(self, chunk=1)
-
     def score(self, layer: LayerView, memory: Memory) -> Tensor:
         """Summed attention: [kv_heads, tokens]."""
-        keys, future = layer.keys, layer.future_queries()
-        total = keys.new_zeros(keys.shape[:2])
-        for part in future.split(self.chunk):
-            total += layer.group_sum(layer.attend(part).sum(1))
-        return total
+        return layer.group_sum(layer.attend_sum(layer.future_queries()))

@@ -56,6 +56,12 @@ class ReadSet:
             slots.repeat_interleave(q_heads // kv_heads, dim=0) >= 0
         )
 
+    def allowed(self, data: Stored, q_heads: int) -> Tensor:
+        """`mask` of what is stored, in rows per KV head if they say it: bool [queries, kv_heads | q_heads, tokens]."""
+        kv_heads = data.positions.shape[0]
+        heads = kv_heads if self.index.shape[1] in (1, kv_heads) else q_heads
+        return self.mask(data.slots if self.own else data.positions, heads)
+
     def part(self, rows: slice | Tensor) -> ReadSet:
         """Of some queries only: a slice of them, or bool [queries]."""
         return replace(self, index=self.index[rows])
@@ -76,7 +82,5 @@ def seen(
     """
     if chosen is None:
         return visible(data, positions, q_heads, window=window)
-    kv_heads = data.positions.shape[0]
-    heads = kv_heads if chosen.index.shape[1] in (1, kv_heads) else q_heads
-    allowed = chosen.mask(data.slots if chosen.own else data.positions, heads)
-    return visible(data, positions, heads, window=window, allowed=allowed, own=chosen.own)
+    allowed = chosen.allowed(data, q_heads)
+    return visible(data, positions, allowed.shape[1], window=window, allowed=allowed, own=chosen.own)

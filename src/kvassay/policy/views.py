@@ -7,9 +7,8 @@ Shapes: keys and values [kv_heads, tokens, dim]; masks [kv_heads, tokens]; queri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -17,14 +16,13 @@ from torch import Tensor
 from kvassay.cache.data import LayerData
 from kvassay.cache.rope import unrotate
 from kvassay.errors import EvidenceMissing
+from kvassay.kernels.mass import received
 from kvassay.kernels.reference import attention_weights
 from kvassay.layout.model import Layer
 from kvassay.policy.budget import Protection
 from kvassay.policy.card import TAPS, Card, Evidence, When
-from kvassay.policy.readset import ReadSet, seen
-
-HELD_WEIGHTS = 1 << 25
-"""Attention weights [q_heads, queries, tokens] that a sum over queries holds at a time."""
+from kvassay.policy.queries import Queries
+from kvassay.policy.readset import seen
 
 
 @dataclass
@@ -43,41 +41,6 @@ class Meter:
     def total(self) -> float:
         """All bytes touched so far."""
         return sum(self.touched.values())
-
-
-@dataclass(frozen=True)
-class Queries:
-    """Post-RoPE queries [q_heads, queries, dim] and their true positions [queries].
-
-    chosen: what the model's own index let each of them read; None where it has none
-    """
-
-    q: Tensor
-    positions: Tensor
-    chosen: ReadSet | None = None
-
-    def last(self, count: int) -> Queries:
-        """The last `count` of them (all, if there are fewer)."""
-        return self.part(slice(-count, None))
-
-    def before(self, position: int) -> Queries:
-        """Those at earlier positions."""
-        return self.part(self.positions < position)
-
-    def part(self, rows: slice | Tensor) -> Queries:
-        """Some of them: a slice, or bool [queries]."""
-        chosen = None if self.chosen is None else self.chosen.part(rows)
-        return Queries(self.q[:, rows], self.positions[rows], chosen)
-
-    def split(self, size: int) -> Iterator[Queries]:
-        """Parts of at most `size` queries, in order."""
-        for first in range(0, len(self.positions), size):
-            yield self.part(slice(first, first + size))
-
-    def then(self, more: Queries) -> Queries:
-        """These and more."""
-        both = None if self.chosen is None or more.chosen is None else self.chosen.then(more.chosen)
-        return Queries(torch.cat([self.q, more.q], 1), torch.cat([self.positions, more.positions]), both)
 
 
 @dataclass(frozen=True)
@@ -251,13 +214,10 @@ class LayerView:
         self._charge("keys", self.data.k)
         return self.attend(self._get(Evidence.QUERIES).last(last))
 
-    def attention_sum(self, last: int, chunk: int = 256) -> Tensor:
-        """float [q_heads, tokens]: `attention(last)` summed over the queries, at most `chunk` held at a time."""
+    def attention_sum(self, last: int) -> Tensor:
+        """float [q_heads, tokens]: `attention(last)` summed over the queries, whose rows are not held."""
         self._touch(Evidence.ATTENTION)
-        self._charge("keys", self.data.k)
-        chunk = max(1, min(chunk, HELD_WEIGHTS // max(1, self.tokens * self.layer.q_heads)))
-        parts = self._get(Evidence.QUERIES).last(last).split(chunk)
-        return reduce(torch.add, (self.attend(part).sum(1) for part in parts))
+        return self.attend_sum(self._get(Evidence.QUERIES).last(last))
 
     def hidden(self) -> Rows:
         """Residual stream entering this layer, of the context's tokens: [rows, hidden_size]."""
@@ -296,6 +256,22 @@ class LayerView:
         stored, layer = self.data.stored, self.layer
         mask = seen(stored, queries.positions, layer.q_heads, window=layer.window, chosen=queries.chosen)
         return attention_weights(queries.q, stored, mask, scale=layer.scale, softcap=layer.softcap, sinks=self._sinks)
+
+    def attend_sum(self, queries: Queries) -> Tensor:
+        """float [q_heads, tokens]: `attend` summed over the queries, in memory that their number does not add to."""
+        self._charge("keys", self.data.k)
+        stored, layer, chosen = self.data.stored, self.layer, queries.chosen
+        return received(
+            queries.q,
+            stored,
+            queries.positions,
+            scale=layer.scale,
+            window=layer.window,
+            allowed=None if chosen is None else lambda part: chosen.part(part).allowed(stored, layer.q_heads),
+            own=chosen is None or chosen.own,
+            softcap=layer.softcap,
+            sinks=self._sinks,
+        )
 
     def group_sum(self, rows: Tensor) -> Tensor:
         """Sum [q_heads, ...] over the query heads of each KV head: [kv_heads, ...]."""

@@ -18,8 +18,9 @@ from kvassay.policy.answers import answering, checked_scores
 from kvassay.policy.base import Memory, Policy, interval_of
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Evidence, When
+from kvassay.policy.queries import Queries
 from kvassay.policy.readset import ReadSet
-from kvassay.policy.views import BlockView, CacheView, HiddenStates, LayerView, Meter, Queries, Rows, StepView
+from kvassay.policy.views import BlockView, CacheView, HiddenStates, LayerView, Meter, Rows, StepView
 from kvassay.replay.indexing import Asked, chosen_by_index
 from kvassay.replay.lane import Lane
 from kvassay.replay.laws import check_moment, check_order, check_protection, check_scope

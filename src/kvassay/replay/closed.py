@@ -25,7 +25,7 @@ from kvassay.measure.result import BranchResult
 from kvassay.policy.base import Artefact, Memory
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Effect, Prefill, When
-from kvassay.policy.views import Queries
+from kvassay.policy.queries import Queries
 from kvassay.record.load import LoadedModel
 from kvassay.replay import asking
 from kvassay.replay.applies import not_applicable

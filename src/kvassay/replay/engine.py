@@ -27,8 +27,9 @@ from kvassay.kernels.reads import paged_layer, selected_read, slot_read, stored_
 from kvassay.kernels.reference import attend
 from kvassay.layout.model import Layer
 from kvassay.policy.card import STEPS, Evidence, Prefill
+from kvassay.policy.queries import Queries
 from kvassay.policy.readset import ReadSet
-from kvassay.policy.views import Queries, Rows
+from kvassay.policy.views import Rows
 from kvassay.record.calling import attention_through, cache_keyword, decoder_layers, last_rows
 from kvassay.record.entries import keeps_raw
 from kvassay.record.indexers import IndexRows

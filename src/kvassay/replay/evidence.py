@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from kvassay.policy.card import TAPS, Evidence
+from kvassay.policy.queries import Queries
 from kvassay.policy.readset import ReadSet
-from kvassay.policy.views import Queries, Rows
+from kvassay.policy.views import Rows
 from kvassay.replay.asking import Evidences
 from kvassay.trace.reader import Segment, Trace
 from kvassay.trace.schema import Tap

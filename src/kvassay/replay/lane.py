@@ -17,8 +17,8 @@ from kvassay.policy.acting import may_act, refusal
 from kvassay.policy.base import Memory, Policy, State
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import STEPS, When
+from kvassay.policy.queries import Queries
 from kvassay.policy.readset import ReadSet
-from kvassay.policy.views import Queries
 from kvassay.replay.arms import Arm
 from kvassay.replay.compressors import Compressors
 

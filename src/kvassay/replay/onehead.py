@@ -21,7 +21,8 @@ from kvassay.layout.model import KV, Component, Layer, Layout
 from kvassay.measure.fidelity import Deviation, retained_share
 from kvassay.policy.base import Memory
 from kvassay.policy.budget import Allowance
-from kvassay.policy.views import CacheView, Meter, Queries
+from kvassay.policy.queries import Queries
+from kvassay.policy.views import CacheView, Meter
 from kvassay.replay import asking
 from kvassay.replay.arms import Arm
 from kvassay.replay.asking import Evidences

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvassay.policy.base import interval_of
 from kvassay.policy.card import When
-from kvassay.policy.views import Queries
+from kvassay.policy.queries import Queries
 from kvassay.replay.engine import QUERY_EVIDENCE, Engine
 from kvassay.replay.evidence import index_keys
 from kvassay.replay.indexing import Asked

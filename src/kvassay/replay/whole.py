@@ -15,7 +15,8 @@ from kvassay.errors import PolicyError
 from kvassay.layout.model import KV, Component, Layer
 from kvassay.policy.budget import Protection
 from kvassay.policy.card import Card, Evidence
-from kvassay.policy.views import LayerView, Meter, Queries
+from kvassay.policy.queries import Queries
+from kvassay.policy.views import LayerView, Meter
 
 
 class Rows(Interface):
