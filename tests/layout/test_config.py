@@ -149,25 +149,99 @@ def test_a_window_larger_than_the_context() -> None:
     assert {layer.window for layer in off.layers} == {None}
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"
 M3 = configs.MINIMAX_M3["text_config"]
+GEMMA4, STEP = configs.GEMMA4_26B["text_config"], configs.STEP_37["text_config"]
 CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
-CONTRADICTING = {
-    "hybrid_layer_pattern": (configs.MIMO_FLASH, "layer_types", ["full_attention", *["sliding_attention"] * 47]),
-    "compress_ratios": (configs.V4_FLASH, "layer_types", [*["sliding_attention"] * 2, *[CSA, HCA] * 20, HCA]),
-    "sparse_attention_freq": (M3, "layer_types", ["full_attention"] * 4 + ["minimax_m3_sparse"] * 56),
-    "index_topk_pattern": (
-        {**configs.GLM_52, "index_topk_pattern": "F" * 78},
-        "indexer_types",
-        ["full"] * 77 + ["shared"],
-    ),
-}
+GLM = {k: v for k, v in configs.GLM_52.items() if k != "index_topk_freq"}
+WINDOWED = {**configs.QWEN3_8B, "use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 30}
+CONTRADICTING = [
+    (configs.MIMO_FLASH, "layer_types", [FULL, *[SLIDING] * 47], "hybrid_layer_pattern", 5),
+    (configs.V4_FLASH, "layer_types", [*[SLIDING] * 2, *[CSA, HCA] * 20, HCA], "compress_ratios", 42),
+    (M3, "layer_types", [FULL] * 4 + ["minimax_m3_sparse"] * 56, "sparse_attention_freq", 3),
+    ({**GLM, "index_topk_pattern": "F" * 78}, "indexer_types", ["full"] * 77 + ["shared"], "index_topk_pattern", 77),
+    (configs.GLM_52, "indexer_types", ["full"] * 78, "index_topk_freq", 3),
+    (configs.raw("gemma-3-1b"), "layer_types", [SLIDING] * 26, "sliding_window_pattern", 5),
+    (configs.NORTH, "layer_types", [*[SLIDING, FULL] * 24, FULL], "sliding_window_pattern", 0),
+    (configs.NORTH, "mlp_layer_types", ["dense"] * 2 + ["sparse"] * 47, "first_k_dense_replace", 1),
+    (WINDOWED, "layer_types", [FULL] * 31 + [SLIDING] * 5, "max_window_layers", 30),
+    (configs.NEMO_12B, "layer_types", [FULL] * 39 + [SLIDING], "sliding_window", 39),
+    ({**configs.NEMO_12B, "sliding_window": 4096}, "layer_types", [FULL] * 40, "sliding_window", 0),
+]
 
 
-@pytest.mark.parametrize(("other", "layer"), list(zip(CONTRADICTING, (5, 42, 3, 77), strict=True)))
-def test_layer_lists_that_contradict_each_other(other: str, layer: int) -> None:
-    config, key, types = CONTRADICTING[other]
-    with pytest.raises(LayoutError, match=f"'{key}' and '{other}' contradict each other: layer {layer} is"):
+@pytest.mark.parametrize(("config", "key", "types", "other", "layer"), CONTRADICTING)
+def test_layer_lists_that_contradict_each_other(
+    config: configs.Config, key: str, types: list[str], other: str, layer: int
+) -> None:
+    with pytest.raises(LayoutError, match=f"'{key}' and '{other}' contradict each other: layer {layer} is") as said:
         from_config({**config, key: types})
+    assert "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "problem"),
+    [
+        (STEP, {"num_key_value_heads": 4}, "'num_attention_groups' and 'num_key_value_heads' .*: 8 and 4"),
+        (
+            STEP,
+            {"num_sliding_attention_heads": 64},
+            "'num_sliding_attention_heads' and 'attention_other_setting: num_attention_heads' .*: 64 and 96",
+        ),
+        (
+            STEP,
+            {"attention_other_setting": {"attention_type": FULL}},
+            "attention_other_setting: key 'attention_type' is 'full_attention' .allowed: sliding_attention",
+        ),
+        (
+            {**GEMMA4, "per_layer_config": {"5": {"head_dim": 256, "num_key_value_heads": 2}}},
+            {},
+            "'per_layer_config: 5: head_dim' and 'global_head_dim' contradict each other: 256 and 512",
+        ),
+        (
+            {**GEMMA4, "per_layer_config": {"5": {"head_dim": 512, "num_key_value_heads": 4}}},
+            {},
+            "'per_layer_config: 5: num_key_value_heads' and 'num_global_key_value_heads' .*: 4 and 2",
+        ),
+        (GEMMA4, {"per_layer_config": {"30": {"head_dim": 512}}}, "names layer 30, key 'num_hidden_layers' is 30"),
+        (configs.MIMO_25, {"sliding_window": 512}, "'sliding_window' and 'sliding_window_size' .*: 512 and 128"),
+        (
+            configs.V4_FLASH,
+            {"compress_rates": {CSA: 8}},
+            f"'compress_rates: {CSA}' and 'compress_ratios' contradict each other: 8 and 4",
+        ),
+        (configs.V4_FLASH, {"compress_rate_hca": 64}, "'compress_rate_hca' and 'compress_ratios' .*: 64 and 128"),
+        (
+            M3,
+            {"index_topk_blocks": 8},
+            "'sparse_attention_config: sparse_topk_blocks' and 'index_topk_blocks' .*16 and 8",
+        ),
+        (
+            M3,
+            {"sparse_attention_config": {**M3["sparse_attention_config"], "use_sparse_attention": False}},
+            "key 'use_sparse_attention' is off, and layer 3 is minimax_m3_sparse",
+        ),
+        (configs.GEMMA3_12B["text_config"], {"layer_types": [FULL] * 47}, "47 entries for 48 layers .key 'num_hidden"),
+    ],
+)
+def test_keys_that_contradict_each_other(config: configs.Config, more: configs.Config, problem: str) -> None:
+    with pytest.raises(LayoutError, match=problem) as said:
+        from_config({**config, **more})
+    assert "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "types"),
+    [
+        # Patterns and counts that the classes write at their defaults whatever the layers are.
+        ({**configs.GEMMA3_12B["text_config"], "_sliding_window_pattern": 6}, [FULL, SLIDING] * 24),
+        ({k: v for k, v in configs.NORTH.items() if k != "first_k_dense_replace"}, [FULL] * 2 + [SLIDING] * 47),
+        ({**WINDOWED, "max_window_layers": 28}, [SLIDING, FULL] * 18),
+    ],
+)
+def test_defaults_that_classes_write_beside_layer_types_say_nothing(config: configs.Config, types: list[str]) -> None:
+    layers = from_config({**config, "layer_types": types}).layers
+    assert [FULL if layer.window is None else SLIDING for layer in layers] == types
 
 
 def test_layer_lists_that_agree() -> None:

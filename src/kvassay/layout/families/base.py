@@ -45,8 +45,11 @@ def overrides(raw: Raw) -> dict[int, Raw]:
 
 
 def check_overrides(raw: Raw, known: frozenset[str]) -> None:
-    """Raise `UnsupportedModel` if a layer overrides a key that the reader would not notice."""
-    for layer in overrides(raw).values():
+    """Raise `UnsupportedModel` if a layer overrides a key that the reader would not notice, or is not there."""
+    for index, layer in overrides(raw).items():
+        count = raw.integer("num_hidden_layers")
+        if index >= count + raw.integer("num_nextn_predict_layers", 0, minimum=0):
+            raise raw.error(f"key 'per_layer_config' names layer {index}, key 'num_hidden_layers' is {count}")
         for key in layer.data:
             if key not in known:
                 allowed = ", ".join(sorted(known)) or "none"
@@ -78,8 +81,30 @@ def trim(raw: Raw, key: str, values: list[Any]) -> list[Any]:
     if len(values) == count + extra:
         return values[:count]
     if len(values) != count:
-        raise raw.error(f"key '{key}' has {len(values)} entries for {count} layers")
+        raise raw.error(f"key '{key}' has {len(values)} entries for {count} layers (key 'num_hidden_layers')")
     return values
+
+
+def spelt_types(
+    raw: Raw, allowed: Iterable[str], key: str, spelt: Callable[[], list[str]], given: bool | None = None
+) -> list[str]:
+    """Return the layer types by `layer_types`, by another key's spelling of them, or by both if they agree.
+
+    given: whether the file has `key`, where it is not simply one of its own
+    """
+    found = {"layer_types": layer_types(raw, allowed)} if raw.has("layer_types") else {}
+    if not found or (raw.has(key) if given is None else given):
+        found[key] = spelt()
+    return agreeing(raw, found)
+
+
+def said_once(raw: Raw, values: Mapping[str, Any]) -> Any:
+    """Return the value that keys which mean the same give, None for an absent one; `LayoutError` if two differ."""
+    (first, value), *others = [(key, value) for key, value in values.items() if value is not None] or [("", None)]
+    for key, other in others:
+        if other != value:
+            raise raw.error(f"keys '{first}' and '{key}' contradict each other: {value} and {other}")
+    return value
 
 
 def agreeing(raw: Raw, spellings: Mapping[str, list[str]]) -> list[str]:

@@ -12,6 +12,7 @@ from kvassay.layout.families.base import (
     kv_heads,
     layer_types,
     rope,
+    spelt_types,
 )
 from kvassay.layout.model import KV, Layer
 from kvassay.layout.raw import Raw
@@ -60,24 +61,35 @@ def read_hy_v3(raw: Raw) -> tuple[Layer, ...]:
 
 
 def read_mistral(raw: Raw) -> tuple[Layer, ...]:
-    """One window for all layers, or none; `layer_types` is ignored as the model class ignores it.
+    """One window for all layers, or none; the class ignores `layer_types`, which may only say the same.
 
     The key must be there, null for none: the class default is a window of 4096.
     """
     if "sliding_window" not in raw.data:
         raise raw.error("missing key 'sliding_window' (null means no window)")
     window = raw.integer("sliding_window") if raw.has("sliding_window") else None
-    return _uniform(raw, [window] * raw.integer("num_hidden_layers"))
+    kind, count = SLIDING if window else FULL, raw.integer("num_hidden_layers")
+    spelt_types(raw, {FULL, SLIDING}, "sliding_window", lambda: [kind] * count, given=True)
+    return _uniform(raw, [window] * count)
 
 
 def _qwen_windows(raw: Raw) -> list[int | None]:
-    """Return the windows: `sliding_window` counts only with `use_sliding_window`, from `max_window_layers` on."""
+    """Return the windows: `sliding_window` counts only with `use_sliding_window`, from `max_window_layers` on.
+
+    A `max_window_layers` of 28 beside `layer_types` says nothing: the class writes this default whatever they are.
+    """
     window = raw.integer("sliding_window") if raw.flag("use_sliding_window", False) else None
     first = raw.integer("max_window_layers", minimum=0) if window else 0
-    types = layer_types(raw, {FULL, SLIDING}, lambda i: SLIDING if window and i >= first else FULL)
+    kinds = [SLIDING if window and i >= first else FULL for i in range(raw.integer("num_hidden_layers"))]
+    types = spelt_types(
+        raw, {FULL, SLIDING}, "max_window_layers", lambda: kinds, given=window is not None and first != _QWEN_FIRST
+    )
     if SLIDING in types and window is None:
         raise raw.error("key 'layer_types' has sliding layers, but 'use_sliding_window' is not set")
     return [window if kind == SLIDING else None for kind in types]
+
+
+_QWEN_FIRST = 28
 
 
 def read_qwen2(raw: Raw) -> tuple[Layer, ...]:

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from kvassay.errors import UnsupportedModel
-from kvassay.layout.families.base import FULL, SLIDING, Family, kv_component, layer_types, overrides, rope
+from kvassay.layout.families.base import (
+    FULL,
+    SLIDING,
+    Family,
+    kv_component,
+    layer_types,
+    overrides,
+    rope,
+    said_once,
+    spelt_types,
+)
 from kvassay.layout.model import KV, Layer, Rope
 from kvassay.layout.raw import Raw
 
@@ -48,7 +58,8 @@ def read_gemma3(raw: Raw) -> tuple[Layer, ...]:
     """Five sliding layers to one full.
 
     The last layer may slide. `attn_logit_softcapping` is stored in the file but not used by the model.
-    Scaled rotary parameters belong to the full layers alone.
+    Scaled rotary parameters belong to the full layers alone. `_sliding_window_pattern` says nothing: the class writes
+    its default there whatever the layers are.
     """
     _refuse_bidirectional(raw, True)
     heads, dim = raw.integer("num_attention_heads"), raw.integer("head_dim")
@@ -57,7 +68,9 @@ def read_gemma3(raw: Raw) -> tuple[Layer, ...]:
         FULL: rope(raw, dim, FULL, theta=raw.number("rope_theta", 1_000_000.0)),
         SLIDING: rope(raw, dim, SLIDING, scaled=False, theta=raw.number("rope_local_base_freq", 10_000.0)),
     }
-    pattern = raw.integer("sliding_window_pattern", raw.integer("_sliding_window_pattern", 6))
+    count, pattern = raw.integer("num_hidden_layers"), raw.integer("sliding_window_pattern", 6)
+    by_pattern = [_every(pattern, index) for index in range(count)]
+    types = spelt_types(raw, {FULL, SLIDING}, "sliding_window_pattern", lambda: by_pattern)
     return tuple(
         Layer(
             index=index,
@@ -67,7 +80,7 @@ def read_gemma3(raw: Raw) -> tuple[Layer, ...]:
             rope=rotary[kind],
             qk_norm=True,
         )
-        for index, kind in enumerate(layer_types(raw, {FULL, SLIDING}, lambda i: _every(pattern, i)))
+        for index, kind in enumerate(types)
     )
 
 
@@ -110,6 +123,11 @@ def _gemma4_storage(raw: Raw, kind: str, index: int) -> KV:
     if raw.has("per_layer_config"):
         own = overrides(raw).get(index, Raw({}, raw.name, raw.model_type))
         heads, dim = own.integer("num_key_value_heads", heads), own.integer("head_dim", dim)
+        if kind == FULL:
+            here, few = f"per_layer_config: {index}", raw.flag("attention_k_eq_v", False)
+            said_once(raw, {f"{here}: head_dim": dim, "global_head_dim": raw.data.get("global_head_dim")})
+            of_all = raw.data.get("num_global_key_value_heads") if few else None
+            said_once(raw, {f"{here}: num_key_value_heads": heads, "num_global_key_value_heads": of_all})
     elif kind == FULL:
         dim = raw.integer("global_head_dim")
         if raw.flag("attention_k_eq_v", False):

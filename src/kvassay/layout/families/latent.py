@@ -59,7 +59,9 @@ def read_glm_moe_dsa(raw: Raw) -> tuple[Layer, ...]:
         pattern = raw.data["index_topk_pattern"]
         marks = list(pattern) if isinstance(pattern, str) else raw.items("index_topk_pattern")
         spelt["index_topk_pattern"] = trim(raw, "index_topk_pattern", [_INDEXER.get(mark, mark) for mark in marks])
-    return _indexed(raw, agreeing(raw, spelt or {"index_topk_freq": _by_frequency(raw)}))
+    if raw.has("index_topk_freq") or not spelt:
+        spelt["index_topk_freq"] = _by_frequency(raw)
+    return _indexed(raw, agreeing(raw, spelt))
 
 
 def _by_frequency(raw: Raw) -> list[str]:

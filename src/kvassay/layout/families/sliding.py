@@ -14,6 +14,8 @@ from kvassay.layout.families.base import (
     overrides,
     rope,
     rope_params,
+    said_once,
+    spelt_types,
     trim,
 )
 from kvassay.layout.model import KV, Layer, Rope
@@ -93,17 +95,19 @@ def _step_layer(raw: Raw, types: list[str], index: int) -> Layer:
 def _step_shape(raw: Raw, kind: str) -> tuple[int, KV]:
     """Return query heads and storage; published files override them for sliding layers in one object."""
     heads, dim = raw.integer("num_attention_heads"), raw.integer("head_dim")
-    kv = raw.integer("num_attention_groups") if raw.has("num_attention_groups") else 0
-    kv = kv or raw.integer("num_key_value_heads")
+    said_once(raw, {key: raw.data.get(key) for key in ("num_attention_groups", "num_key_value_heads")})
+    kv = raw.integer("num_attention_groups" if raw.has("num_attention_groups") else "num_key_value_heads")
     if kind == SLIDING:
-        if raw.has("num_sliding_attention_heads"):
-            heads = raw.integer("num_sliding_attention_heads")
-        elif raw.has("attention_other_setting"):
-            other = raw.sub("attention_other_setting")
-            heads = other.integer("num_attention_heads", heads)
-            kv, dim = other.integer("num_attention_groups", kv), other.integer("head_dim", dim)
-        else:
+        other = raw.sub("attention_other_setting")
+        if not other.data and not raw.has("num_sliding_attention_heads"):
             raise raw.error("missing key 'attention_other_setting' (query heads of the sliding layers)")
+        if other.data.get("attention_type", SLIDING) != SLIDING:
+            raise other.error(f"key 'attention_type' is {other.data['attention_type']!r} (allowed: {SLIDING})")
+        own = {"num_sliding_attention_heads": raw.data.get("num_sliding_attention_heads")}
+        own["attention_other_setting: num_attention_heads"] = other.data.get("num_attention_heads")
+        said_once(raw, own)
+        heads = raw.integer("num_sliding_attention_heads", other.integer("num_attention_heads", heads))
+        kv, dim = other.integer("num_attention_groups", kv), other.integer("head_dim", dim)
     return heads, KV(kv, dim, dim)
 
 
@@ -119,7 +123,11 @@ def _step_rope(raw: Raw, kind: str, index: int, dim: int) -> Rope:
 
 
 def read_cohere2_moe(raw: Raw) -> tuple[Layer, ...]:
-    """Full layers carry no rotary embedding, except a dense prefix whose own pattern is 1."""
+    """Full layers carry no rotary embedding, except a dense prefix whose own pattern is 1.
+
+    The patterns say something beside `layer_types` only where the prefix is given, as in the published file: the class
+    drops it, and writes its default patterns whatever the layers are.
+    """
     prefix = raw.integer("first_k_dense_replace", 0, minimum=0)
     head = raw.integer("prefix_dense_sliding_window_pattern", 1)
     body = raw.integer("sliding_window_pattern", 4)
@@ -128,9 +136,18 @@ def read_cohere2_moe(raw: Raw) -> tuple[Layer, ...]:
         pattern, offset = (head, index) if index < prefix else (body, index - prefix)
         return SLIDING if (offset + 1) % pattern else FULL
 
-    types = layer_types(raw, {FULL, SLIDING}, kind_of)
-    by_prefix = ["dense" if index < prefix else "sparse" for index in range(len(types))]
-    mlps = trim(raw, "mlp_layer_types", raw.items("mlp_layer_types", by_prefix))
+    count, published = raw.integer("num_hidden_layers"), raw.has("first_k_dense_replace")
+    kinds = [kind_of(index) for index in range(count)]
+    given = published and raw.has("sliding_window_pattern")
+    types = spelt_types(raw, {FULL, SLIDING}, "sliding_window_pattern", lambda: kinds, given)
+    spelt = (
+        {"mlp_layer_types": trim(raw, "mlp_layer_types", raw.items("mlp_layer_types"))}
+        if raw.has("mlp_layer_types")
+        else {}
+    )
+    if published or not spelt:
+        spelt["first_k_dense_replace"] = ["dense" if index < prefix else "sparse" for index in range(count)]
+    mlps = agreeing(raw, spelt)
     heads, storage = raw.integer("num_attention_heads"), _square(raw)
     rotary = rope(raw, storage.k_dim, interleaved=True)
     return tuple(
@@ -158,11 +175,12 @@ def read_mimo(raw: Raw) -> tuple[Layer, ...]:
 
 def _mimo_types(raw: Raw) -> list[str]:
     """Return the layer types; `hybrid_layer_pattern` marks sliding layers with 1."""
-    spelt = {"layer_types": layer_types(raw, {FULL, SLIDING})} if raw.has("layer_types") else {}
-    if not spelt or raw.has("hybrid_layer_pattern"):
+
+    def by_marks() -> list[str]:
         marks = trim(raw, "hybrid_layer_pattern", raw.items("hybrid_layer_pattern"))
-        spelt["hybrid_layer_pattern"] = [SLIDING if mark else FULL for mark in marks]
-    return agreeing(raw, spelt)
+        return [SLIDING if mark else FULL for mark in marks]
+
+    return spelt_types(raw, {FULL, SLIDING}, "hybrid_layer_pattern", by_marks)
 
 
 def _mimo_layer(raw: Raw, kind: str, index: int, rotary: Rope) -> Layer:
@@ -173,7 +191,7 @@ def _mimo_layer(raw: Raw, kind: str, index: int, rotary: Rope) -> Layer:
         heads = raw.integer("swa_num_attention_heads", heads)
         kv = raw.integer("swa_num_key_value_heads", 2 * kv)
         k_dim, v_dim = raw.integer("swa_head_dim", k_dim), raw.integer("swa_v_head_dim", v_dim)
-        window = raw.integer("sliding_window" if raw.has("sliding_window") else "sliding_window_size")
+        window = _mimo_window(raw)
     sinks = raw.flag(
         "add_swa_attention_sink_bias" if kind == SLIDING else "add_full_attention_sink_bias", kind == SLIDING
     )
@@ -185,6 +203,15 @@ def _mimo_layer(raw: Raw, kind: str, index: int, rotary: Rope) -> Layer:
         rope=rotary,
         sinks=sinks,
     )
+
+
+def _mimo_window(raw: Raw) -> int:
+    if not raw.has("sliding_window"):
+        return raw.integer("sliding_window_size")
+    window, size = raw.integer("sliding_window"), raw.data.get("sliding_window_size")
+    if size is not None and window not in (size, size + 1):
+        raise raw.error(f"keys 'sliding_window' and 'sliding_window_size' contradict each other: {window} and {size}")
+    return window
 
 
 def _mimo_rope(raw: Raw, kind: str) -> Rope:

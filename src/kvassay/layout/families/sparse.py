@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvassay.layout.families.base import FULL, SLIDING, Family, agreeing, kv_component, layer_types, rope, trim
+from kvassay.layout.families.base import FULL, SLIDING, Family, kv_component, rope, said_once, spelt_types, trim
 from kvassay.layout.model import KV, All, Component, IndexKeys, Latent, Layer, Pooled, Rope, TopK, Window
 from kvassay.layout.raw import Raw
 
@@ -15,6 +15,7 @@ M3_SPARSE = "minimax_m3_sparse"
 
 _BY_RATIO = {0: SLIDING, 4: CSA, 128: HCA}
 _RATES = {CSA: 4, HCA: 128}
+_RATE_KEYS = {CSA: "compress_rate_csa", HCA: "compress_rate_hca"}
 
 
 def read_deepseek_v4(raw: Raw) -> tuple[Layer, ...]:
@@ -27,14 +28,14 @@ def read_deepseek_v4(raw: Raw) -> tuple[Layer, ...]:
 
 
 def _v4_types(raw: Raw) -> list[str]:
-    spelt = {"layer_types": layer_types(raw, {SLIDING, CSA, HCA})} if raw.has("layer_types") else {}
-    if not spelt or raw.has("compress_ratios"):
+    def by_ratios() -> list[str]:
         ratios = trim(raw, "compress_ratios", raw.items("compress_ratios"))
         wrong = sorted({ratio for ratio in ratios if ratio not in _BY_RATIO})
         if wrong:
             raise raw.error(f"key 'compress_ratios' holds {wrong[0]} (allowed: 0, 4, 128)")
-        spelt["compress_ratios"] = [_BY_RATIO[ratio] for ratio in ratios]
-    return agreeing(raw, spelt)
+        return [_BY_RATIO[ratio] for ratio in ratios]
+
+    return spelt_types(raw, {SLIDING, CSA, HCA}, "compress_ratios", by_ratios)
 
 
 def _v4_layer(raw: Raw, index: int, kind: str) -> Layer:
@@ -79,7 +80,7 @@ def _v4_entries(raw: Raw, kind: str, dim: int) -> tuple[Component, ...]:
     """
     if kind == SLIDING:
         return ()
-    ratio = int({**_RATES, **raw.table("compress_rates")}[kind])
+    ratio = _v4_ratio(raw, kind)
     if kind == HCA:
         return (Component(Pooled(ratio, dim), All(), pending_elements=ratio * 2 * dim),)
     index = raw.integer("index_head_dim")
@@ -87,6 +88,17 @@ def _v4_entries(raw: Raw, kind: str, dim: int) -> tuple[Component, ...]:
     pending = 2 * ratio * 4 * (dim + index)
     keys = IndexKeys(index, q_heads=raw.integer("index_n_heads"), weighted=True)
     return (Component(Pooled(ratio, dim), top, keys, pending),)
+
+
+def _v4_ratio(raw: Raw, kind: str) -> int:
+    """Return tokens per entry, from `compress_rates` or a type's own key; ratios by layer may only say the same."""
+    by_ratio = _RATES[kind] if raw.has("compress_ratios") else None
+    said = {
+        f"compress_rates: {kind}": raw.table("compress_rates").get(kind),
+        _RATE_KEYS[kind]: raw.data.get(_RATE_KEYS[kind]),
+        "compress_ratios": by_ratio,
+    }
+    return int(said_once(raw, said) or _RATES[kind])
 
 
 def read_minimax_m3(raw: Raw) -> tuple[Layer, ...]:
@@ -120,12 +132,17 @@ def read_minimax_m3(raw: Raw) -> tuple[Layer, ...]:
 
 
 def _m3_types(raw: Raw) -> list[str]:
-    spelt = {"layer_types": layer_types(raw, {FULL, M3_SPARSE})} if raw.has("layer_types") else {}
     own = raw.sub("sparse_attention_config")
-    if not spelt or own.has("sparse_attention_freq"):
+
+    def by_marks() -> list[str]:
         marks: list[Any] = trim(raw, "sparse_attention_freq", own.items("sparse_attention_freq"))
-        spelt["sparse_attention_freq"] = [M3_SPARSE if mark else FULL for mark in marks]
-    return agreeing(raw, spelt)
+        return [M3_SPARSE if mark else FULL for mark in marks]
+
+    given = own.has("sparse_attention_freq")
+    types = spelt_types(raw, {FULL, M3_SPARSE}, "sparse_attention_freq", by_marks, given)
+    if M3_SPARSE in types and not own.flag("use_sparse_attention", True):
+        raise own.error(f"key 'use_sparse_attention' is off, and layer {types.index(M3_SPARSE)} is {M3_SPARSE}")
+    return types
 
 
 def _m3_top(raw: Raw, storage: KV) -> TopK:
@@ -134,7 +151,7 @@ def _m3_top(raw: Raw, storage: KV) -> TopK:
         unit=_m3_setting(raw, "index_block_size", "sparse_block_size"),
         sets=_m3_setting(raw, "index_n_heads", "sparse_num_index_heads"),
         first=raw.sub("sparse_attention_config").integer("sparse_init_block", 0, minimum=0),
-        last=_m3_setting(raw.with_defaults({"index_local_blocks": 1}), "index_local_blocks", "sparse_local_block"),
+        last=_m3_setting(raw, "index_local_blocks", "sparse_local_block", 1),
     )
     if top.sets != storage.kv_heads:
         raise raw.error(f"{top.sets} index heads for {storage.kv_heads} KV heads (allowed: one each)")
@@ -148,10 +165,13 @@ def _m3_index(raw: Raw) -> IndexKeys:
     )
 
 
-def _m3_setting(raw: Raw, flat: str, nested: str) -> int:
+def _m3_setting(raw: Raw, flat: str, nested: str, default: int | None = None) -> int:
     """Return a sparse setting from the object of the published file, else from the class's flat key."""
     own = raw.sub("sparse_attention_config")
-    return own.integer(nested) if own.has(nested) else raw.integer(flat)
+    said_once(raw, {f"sparse_attention_config: {nested}": own.data.get(nested), flat: raw.data.get(flat)})
+    if own.has(nested):
+        return own.integer(nested)
+    return raw.integer(flat) if default is None else raw.integer(flat, default)
 
 
 FAMILIES = {
