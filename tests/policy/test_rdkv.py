@@ -14,7 +14,7 @@ from kvassay.errors import BudgetError, EvidenceMissing, PolicyError
 from kvassay.policy.base import Artefact, Memory
 from kvassay.policy.budget import Allowance, Budget, Protection
 from kvassay.policy.distortion import PUBLISHED, measure
-from kvassay.policy.rdkv import RDKV
+from kvassay.policy.rdkv import RDKV, _keep_best
 from kvassay.policy.rdkv_calibrated import RDKVCalibrated
 from kvassay.policy.views import LayerView
 from tests.policy.build import DIM, KV_HEADS, Q_HEADS, attention_oracle, cache, dense, layer, memory, random_q, view
@@ -105,6 +105,34 @@ class TestBudget:
     def test_quantising_alone_needs_two_bits_for_everything(self) -> None:
         with pytest.raises(BudgetError, match="48 units of at least 2 bits take 96 bits, 80 may be used"):
             edit(RDKV(window=W, actions="quantise"), 5)
+
+
+class TestLeast:
+    """The guard: a head whose bits are too few for a token or a channel keeps its best one, at the least width."""
+
+    def test_the_best_token_of_each_head(self) -> None:
+        policy = RDKV(window=W, key_share=0.97)  # of 32 bits a head, one token of budget, values get 0
+        found, best = edit(policy, 1), policy.score(shown(policy), memory()).argmax(1)
+        expected = torch.zeros(KV_HEADS, N, dtype=torch.int64)
+        expected[range(KV_HEADS), best] = 2
+        assert torch.equal(found.value_bits, expected)
+        assert bool((found.key_bits.sum(1) <= 0.97 * 32 * DIM).all()) and int(found.key_bits.min()) > 0
+
+    def test_at_the_least_width_of_the_actions(self) -> None:
+        found = edit(RDKV(window=W, key_share=0.97, actions="evict"), 1)
+        assert (found.value_bits > 0).sum(1).tolist() == [1] * KV_HEADS and int(found.value_bits.max()) == 16
+
+    def test_the_best_channel_of_each_head(self) -> None:
+        policy = RDKV(window=W, key_share=1e-3)
+        found, best = edit(policy, 1), policy.channel_weights(shown(policy)).argmax(1)
+        expected = torch.zeros(KV_HEADS, DIM, dtype=torch.int64)
+        expected[range(KV_HEADS), best] = 2
+        assert torch.equal(found.key_bits, expected)
+
+    def test_only_where_nothing_would_be_left(self) -> None:
+        bits = torch.tensor([[0, 0, 0], [0, 4, 0]])
+        kept = _keep_best(bits, torch.tensor([[1.0, 3.0, 2.0], [9.0, 1.0, 1.0]]), {0: 1.0, 4: 0.1, 16: 0.0})
+        assert kept.tolist() == [[0, 4, 0], [0, 4, 0]]
 
 
 class TestStored:

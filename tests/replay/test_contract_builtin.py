@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -79,6 +80,18 @@ def test_every_built_in_policy_at_every_step(world: World, watch: Watch) -> None
             assert row.retained_fraction_scope < 0.75 or policy.card.name in PROMPT_STAYS
         if Effect.SELECT in policy.card.effects:
             assert row.retained_fraction_scope >= 1 and row.kl > 0
+
+
+@pytest.mark.parametrize("name", ["rdkv", "snapkv"])
+def test_what_evicts_decides_once_when_its_own_prefill_is_through(llama: World, watch: Watch, name: str) -> None:
+    """It then does what it does to a shared prefill, chunks or not: the context was read densely."""
+    shared = half(built_in(name))[0]
+    own = dataclasses.replace(shared, prefill=Prefill.OWN)
+    watch.run(llama, [Arm(make("dense"), None, PROTECTION), shared, own])
+    for branch in range(len(llama.trace.branches)):
+        one, other = (watch.logits[arm.label, branch] for arm in (shared, own))
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+        assert float((one - watch.logits["dense", branch]).abs().max()) > 1e-2
 
 
 @pytest.mark.parametrize("amount", [1.0, 404, 5000])

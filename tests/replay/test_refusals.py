@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from kvassay.errors import ExperimentError
-from kvassay.policy.budget import Protection
+import pytest
+from torch import Tensor
+
+from kvassay.cache.edits import Decision, Quantize
+from kvassay.errors import ExperimentError, IllegalEdit
+from kvassay.policy.base import Memory, Policy
+from kvassay.policy.budget import Allowance, Budget, Protection
+from kvassay.policy.card import Approximates, Card, Effect, When
+from kvassay.policy.compose import Composed
+from kvassay.policy.composition import Part
 from kvassay.policy.registry import make
+from kvassay.policy.views import CacheView
 from kvassay.replay.arms import Arm
 from kvassay.replay.closed import replay_trace
+from kvassay.replay.open import open_loop
 from kvassay.trace.reader import Trace
 from kvassay.trace.schema import Subset
 
@@ -43,3 +55,45 @@ def test_a_trace_of_a_part_of_the_model(llama: World) -> None:
     narrow = Trace(llama.trace.path, llama.trace.header.model_copy(update={"subset": part}), llama.trace.digest)
     with pytest.raises(ExperimentError, match="holds a part of the model; the closed loop needs the whole"):
         replay_trace(llama.loaded, narrow, DENSE)
+
+
+@dataclass(frozen=True)
+class FiveBits(Policy):
+    """Asks for a width that there is none of."""
+
+    card: ClassVar[Card] = Card(
+        name="five-bits",
+        effects=frozenset({Effect.QUANTIZE}),
+        source="test",
+        summary="an edit that the cache refuses",
+        approximates=frozenset({Approximates.KEYS, Approximates.VALUES}),
+        budgets=frozenset(),
+    )
+
+    def decide(self, cache: CacheView, scores: Mapping[int, Tensor], memory: Memory, budget: Allowance) -> Decision:
+        return Decision({index: [Quantize(5, 5)] for index in cache.layers})
+
+
+@dataclass(frozen=True)
+class LateFiveBits(FiveBits):
+    """The same while decoding."""
+
+    card: ClassVar[Card] = replace(FiveBits.card, name="late-five-bits", when=frozenset({When.EVERY_STEP}))
+
+
+@pytest.mark.parametrize("policy", [FiveBits(), LateFiveBits()])
+def test_an_edit_that_breaks_a_law_names_the_arm(llama: World, policy: Policy) -> None:
+    name = policy.card.name
+    with pytest.raises(IllegalEdit, match=rf"^arm '{name}': layer 0: Quantize.value_bits holds widths \[5\], [^\n]*$"):
+        replay_trace(llama.loaded, llama.trace, [*DENSE, Arm(policy)])
+
+
+def test_so_does_one_that_a_composition_would_size_by_bytes(llama: World) -> None:
+    arm = Arm(Composed((Part(make("knorm")), Part(FiveBits()))), Budget("bytes", 0.5))
+    with pytest.raises(IllegalEdit, match=r"^arm 'knorm\+five-bits bytes=0.5': layer 0: Quantize.value_bits holds"):
+        replay_trace(llama.loaded, llama.trace, [*DENSE, arm])
+
+
+def test_so_does_one_of_the_open_loop(llama: World) -> None:
+    with pytest.raises(IllegalEdit, match=r"^arm 'five-bits': layer 0: Quantize.value_bits holds widths \[5\]"):
+        open_loop(llama.trace, [Arm(FiveBits())])

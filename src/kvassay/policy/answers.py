@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from kvassay.errors import KvassayError, PolicyError
+from kvassay.errors import BudgetError, CacheError, KvassayError, LayoutError, PolicyError
 from kvassay.policy.base import Policy
 from kvassay.policy.views import LayerView
 
@@ -34,6 +34,15 @@ def answering(policy: Policy, method: str, layer: int | None = None) -> Iterator
         where = f"policy '{policy.card.name}', {method}" + ("" if layer is None else f" of layer {layer}")
         said = " ".join(f"{type(error).__name__}: {error}".split())
         raise PolicyError(f"{where}: {said.removesuffix(':')} ({place})") from error
+
+
+@contextmanager
+def of_arm(label: str) -> Iterator[None]:
+    """What an arm asks of its budget or of the cache in vain: the same error, with the arm's name before it."""
+    try:
+        yield
+    except (BudgetError, CacheError, LayoutError) as error:
+        raise type(error)(f"arm '{label}': {error}") from error
 
 
 def _place(policy: Policy, error: Exception) -> str | None:

@@ -123,6 +123,7 @@ class RDKV(Policy):
         weight = weight.masked_fill(layer.protected, torch.inf).masked_fill(~layer.alive, 0.0)
         value_bits = self._allocate(weight, values, int((1 - self.key_share) * bits))
         value_bits = torch.where(layer.alive, value_bits, 0)
+        value_bits = _keep_best(value_bits, weight.masked_fill(~layer.alive, -1.0), values)
         lost = (layer.protected & (value_bits == 0)).sum()
         if int(lost):
             raise BudgetError(
@@ -132,9 +133,9 @@ class RDKV(Policy):
         dim, channels = layer.layer.kv.k_dim, self.channel_weights(layer)
         per_head = [
             self._allocate(row[None], keys, int(self.key_share * bits * dim / n))
-            for row, n in zip(channels, kept.clamp(min=1).tolist(), strict=True)
+            for row, n in zip(channels, kept.tolist(), strict=True)
         ]
-        key_bits = torch.cat(per_head)
+        key_bits = _keep_best(torch.cat(per_head), channels, keys)
         if 8 in keys:  # the published packing stores 16-bit channels in 8
             key_bits = key_bits.clamp(max=8)
         return Quantize(value_bits, key_bits, key_axis="channel", clamp_zero=self.clamp_zero)
@@ -144,3 +145,9 @@ class RDKV(Policy):
 
     def _allowed(self, table: Table) -> Table:
         return {width: table[width] for width in ACTIONS[self.actions]}
+
+
+def _keep_best(bits: Tensor, weight: Tensor, table: Table) -> Tensor:
+    """Widths [kv_heads, units] of which a head that would keep nothing keeps its best unit, at the least width."""
+    best = torch.zeros_like(bits).scatter_(1, weight.argmax(1, keepdim=True), min(filter(None, table)))
+    return torch.where((bits == 0).all(1, keepdim=True), best, bits)

@@ -12,9 +12,9 @@ from torch import Tensor
 from kvassay.cache.data import LayerData, Stored
 from kvassay.cache.edits import Decision
 from kvassay.cache.ops import Reclaimed
-from kvassay.errors import BudgetError, PolicyError
+from kvassay.errors import PolicyError
 from kvassay.policy import readset
-from kvassay.policy.answers import answering, checked_scores
+from kvassay.policy.answers import answering, checked_scores, of_arm
 from kvassay.policy.base import Memory, Policy, interval_of
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Evidence, When
@@ -172,12 +172,9 @@ def decided(
 ) -> Decision:
     """One decision from the scores; `PolicyError` if it leaves its scope or drops a protected token, `BudgetError`
     with the arm's name if the budget leaves the policy nothing to decide."""
-    try:
-        with answering(policy, "decide"):
-            decision = policy.decide(cache, scores, memory, allowance)
-    except BudgetError as error:
-        arm = " ".join([policy.label, *([] if allowance.budget is None else [allowance.budget.label])])
-        raise BudgetError(f"arm '{arm}': {error}") from error
+    budget = [] if allowance.budget is None else [allowance.budget.label]
+    with of_arm(" ".join([policy.label, *budget])), answering(policy, "decide"):
+        decision = policy.decide(cache, scores, memory, allowance)
     if not isinstance(decision, Decision):
         raise PolicyError(f"policy '{policy.card.name}': decide returned {type(decision).__name__}, not a Decision")
     check_scope(policy, cache, decision)
@@ -188,8 +185,9 @@ def decided(
 
 
 def apply(lane: Lane, decision: Decision) -> Reclaimed:
-    """Let the cache carry a decision out; `IllegalEdit` if a law forbids it."""
-    reclaimed = lane.cache.apply(lane.seq, decision, allow_window="sliding" in lane.policy.card.acts_on)
+    """Let the cache carry a decision out; `IllegalEdit`, with the arm's name, if a law forbids it."""
+    with of_arm(lane.arm.label):
+        reclaimed = lane.cache.apply(lane.seq, decision, allow_window="sliding" in lane.policy.card.acts_on)
     lane.reuse = decision.reuse
     lane.facts = decision.facts or lane.facts
     return reclaimed

@@ -167,10 +167,14 @@ class Replay:
         return lane
 
     def _own_prefill(self, lane: Lane) -> None:
-        """Prefill with the policy in the loop, chunk by chunk: what it encodes is what later chunks read."""
+        """Prefill with the policy in the loop, chunk by chunk: what it encodes is what later chunks read.
+
+        A method that evicts chooses among all of the context, so it decides once, when that has been read.
+        """
         ids = self.trace.prefix.token_ids.tolist()
         size = min(self.trace.header.prefill_chunk, lane.written_together)
-        encodes = bool(lane.policy.card.effects & ENCODING) and asking.due(lane, When.AFTER_PREFILL)
+        effects = lane.policy.card.effects
+        encodes = effects & ENCODING and Effect.EVICT not in effects and asking.due(lane, When.AFTER_PREFILL)
         for first in range(0, len(ids), size):
             with self.engine.inputs_kept(lane) as rows:
                 self.engine.forward([lane], [ids[first : first + size]], last=0)

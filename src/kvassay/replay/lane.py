@@ -14,6 +14,7 @@ from kvassay.cache.paged import PagedCache
 from kvassay.errors import IllegalEdit, PolicyError
 from kvassay.layout.model import Layer, Layout
 from kvassay.policy.acting import may_act, refusal
+from kvassay.policy.answers import of_arm
 from kvassay.policy.base import Memory, Policy, State
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import STEPS, When
@@ -241,14 +242,16 @@ class Lane:
     def extend(self, tokens: Sequence[int], *, committed: bool) -> None:
         """Give the next tokens a slot. Uncommitted ones take fresh slots, also where a committed one reuses another."""
         if committed:
-            self.cache.extend(self.seq, tokens, reuse=self.reuse)
+            with of_arm(self.arm.label):
+                self.cache.extend(self.seq, tokens, reuse=self.reuse)
             self.reuse = None
             return
         if self.compressors is not None:
             raise IllegalEdit(f"arm '{self.arm.label}': compressed entries cannot be taken back, so nothing is drafted")
         if self.draft is None:
             self.draft = Draft([self._mark(0)])
-        self.cache.extend(self.seq, tokens, committed=False)
+        with of_arm(self.arm.label):
+            self.cache.extend(self.seq, tokens, committed=False)
 
     def hold(self, tokens: Sequence[int], hidden: Mapping[int, Tensor]) -> None:
         """Note uncommitted tokens that have been fed, until `settle`."""
@@ -264,8 +267,9 @@ class Lane:
         Returns the accepted tokens and their hidden states. `IllegalEdit` if there are fewer.
         """
         ledger, draft = self.cache.ledger, self.draft or Draft([self._mark(0)])
-        ledger.rollback(self.seq, self.uncommitted - accepted)
-        ledger.commit(self.seq, accepted)
+        with of_arm(self.arm.label):
+            ledger.rollback(self.seq, self.uncommitted - accepted)
+            ledger.commit(self.seq, accepted)
         self.index = {layer: keys[: self.length] for layer, keys in self.index.items()}
         back = next(mark for mark in reversed(draft.marks) if mark.tokens <= accepted)
         self.previous = dict(back.previous)
