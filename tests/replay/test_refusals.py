@@ -10,13 +10,13 @@ import pytest
 from torch import Tensor
 
 from kvassay.cache.edits import Decision, Quantize
-from kvassay.errors import ExperimentError, IllegalEdit
+from kvassay.errors import BudgetError, ExperimentError, IllegalEdit
 from kvassay.policy.base import Memory, Policy
 from kvassay.policy.budget import Allowance, Budget, Protection
 from kvassay.policy.card import Approximates, Card, Effect, When
 from kvassay.policy.compose import Composed
 from kvassay.policy.composition import Part
-from kvassay.policy.registry import make
+from kvassay.policy.registry import make, parse
 from kvassay.policy.views import CacheView
 from kvassay.replay.arms import Arm
 from kvassay.replay.closed import replay_trace
@@ -97,3 +97,12 @@ def test_so_does_one_that_a_composition_would_size_by_bytes(llama: World) -> Non
 def test_so_does_one_of_the_open_loop(llama: World) -> None:
     with pytest.raises(IllegalEdit, match=r"^arm 'five-bits': layer 0: Quantize.value_bits holds widths \[5\]"):
         open_loop(llama.trace, [Arm(FiveBits())])
+
+
+@pytest.mark.parametrize("policy", ["knorm", "knorm(keep=0.5)+exact_mass"])
+def test_a_budget_that_leaves_nothing_of_a_context_names_the_arm(llama: World, policy: str) -> None:
+    unit = "keep_tokens" if policy == "knorm" else "read_tokens"
+    arm = Arm(parse(policy), Budget(unit, 0.001))
+    with pytest.raises(BudgetError, match=r"budget (keep|read)=0.001 of 404 tokens leaves none") as one:
+        replay_trace(llama.loaded, llama.trace, [*DENSE, arm])
+    assert str(one.value).startswith(f"arm '{arm.label}': ")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from kvassay.cache.ops import group_specs
 from kvassay.layout.model import Layout
 from kvassay.policy import acting
+from kvassay.policy.answers import of_arm
 from kvassay.policy.base import Policy
 from kvassay.policy.budget import Allowance
 from kvassay.policy.checks import too_long
@@ -18,6 +19,7 @@ def not_applicable(trace: Trace, arms: Sequence[Arm], block_size: int) -> dict[s
     """Label and reason of every arm whose policy cannot act on this model, or on this context and its questions.
 
     block_size: slots per block of the smallest group
+    Raises `BudgetError`, with the arm's name, for a budget that leaves nothing of this context.
     """
     context = trace.prefix.tokens
     longest = context + max((branch.tokens for branch in trace.branches), default=0)
@@ -25,8 +27,9 @@ def not_applicable(trace: Trace, arms: Sequence[Arm], block_size: int) -> dict[s
     for arm in arms:
         reason = refusal(arm.policy, trace.layout, context, block_size)
         if reason is None:
-            allowance = Allowance.resolve(arm.budget, context, arm.protection)
-            reason = arm.policy.not_applicable(context, longest, allowance)
+            with of_arm(arm.label):
+                allowance = Allowance.resolve(arm.budget, context, arm.protection)
+                reason = arm.policy.not_applicable(context, longest, allowance)
         if reason is not None:
             reasons[arm.label] = reason
     return reasons
