@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from kvassay.cache.edits import Decision, Quantize
-from kvassay.errors import BudgetError, ExperimentError, IllegalEdit
+from kvassay.errors import BudgetError, ExperimentError, IllegalEdit, PolicyError
 from kvassay.policy.base import Memory, Policy
 from kvassay.policy.budget import Allowance, Budget, Protection
 from kvassay.policy.card import Approximates, Card, Effect, When
@@ -92,6 +92,15 @@ def test_so_does_one_that_a_composition_would_size_by_bytes(llama: World) -> Non
     arm = Arm(Composed((Part(make("knorm")), Part(FiveBits()))), Budget("bytes", 0.5))
     with pytest.raises(IllegalEdit, match=r"^arm 'knorm\+five-bits bytes=0.5': layer 0: Quantize.value_bits holds"):
         replay_trace(llama.loaded, llama.trace, [*DENSE, arm])
+
+
+def test_parts_that_cannot_follow_each_other_are_named(llama: World) -> None:
+    """Whether they can depends on the model: with one KV head all heads keep the same tokens."""
+    arm = Arm(parse("snapkv+svd"), Budget.parse("keep=0.5"), Protection())
+    with pytest.raises(
+        PolicyError, match=r"^policy 'snapkv\+svd': a low-rank code takes the same tokens of every head"
+    ):
+        replay_trace(llama.loaded, llama.trace, [*DENSE, arm], calibration=llama.calibration)
 
 
 def test_so_does_one_of_the_open_loop(llama: World) -> None:

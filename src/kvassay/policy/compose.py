@@ -97,7 +97,10 @@ class Composed(Policy):
             outside = sorted(set(then.edits) - set(shown.layers))
             if outside:
                 raise PolicyError(f"policy '{part.card.name}' edits layer {outside[0]}, which its card does not act on")
-            decision = joined(decision, then, cache)
+            try:
+                decision = joined(decision, then, cache)
+            except PolicyError as error:
+                raise PolicyError(f"policy '{self.label}': {error}") from error
         return decision
 
     def _shown(self, cache: CacheView, part: Policy, so_far: Decision = KEEP_ALL) -> CacheView:
