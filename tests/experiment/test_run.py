@@ -28,6 +28,7 @@ from kvassay.experiment.rows import WALL, read_table
 from kvassay.experiment.run import run
 from kvassay.experiment.schema import load_experiment
 from kvassay.measure.result import BranchResult
+from kvassay.policy.kvpress.bridge import SETTING
 from kvassay.record.load import LoadedModel
 from kvassay.replay.arms import Arm
 from kvassay.replay.protocol import Protocol
@@ -337,11 +338,13 @@ def test_another_experiments_folder_is_left_alone(plan: MAKER, tmp_path: Path) -
     [
         (('name = "tiny"', 'name = "tiny"\ndevice = "tpu"'), "device 'tpu'"),
         (("models = [", 'models = ["/nope", '), "'/nope' is no folder"),
+        (("knorm", "kvpress+fp8"), "KVASSAY_KVPRESS_PYTHON=/nope/python is no file"),
     ],
 )
-def test_a_model_or_device_that_cannot_be_is_refused_before_anything_is_written(
-    plan: MAKER, change: tuple[str, str], message: str, tmp_path: Path
+def test_what_a_run_needs_and_cannot_have_is_refused_before_anything_is_written(
+    plan: MAKER, change: tuple[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(SETTING, "/nope/python")
     with pytest.raises(KvassayError, match=message):
         run(plan(1, change), tmp_path / "run", replay=FakeReplay())
     assert not (tmp_path / "run").exists()

@@ -57,12 +57,16 @@ def run(
     jobs: units computed side by side, each in a process with its share of the cores (None: as many as cores
         and memory allow; 1: in this process). Results may differ in their last bits between numbers of jobs,
         never between an interrupted and an uninterrupted run of the same number.
-    Raises `ModelError` for a model or device that cannot be there, `DoesNotFit` for too little memory and
-    `ExperimentError` for a file to import that cannot be, before anything is written, and `ExperimentError` if another
-    run holds the folder, it holds another experiment, or it cannot be written; whatever is finished stays, and a
-    finished run is shown as it was until every new context has been computed.
+    Raises `ModelError` for a model or device that cannot be there, `DoesNotFit` for too little memory,
+    `ExperimentError` for a file to import that cannot be and `PolicyError` for a policy whose own environment is not
+    there, before anything is written, and `ExperimentError` if another run holds the folder, it holds another
+    experiment, or it cannot be written; whatever is finished stays, and a finished run is shown as it was until every
+    new context has been computed.
     """
     check_imports(plan.experiment, plan.source)
+    for arm in plan.arms:
+        for part in arm.policy.parts:
+            part.check_ready()
     torch_device(_device(plan))
     for model in (*(model for model, _ in _by_model(plan)), *draft_models(plan.experiment)):
         check_loadable(model)

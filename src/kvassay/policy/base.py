@@ -165,6 +165,9 @@ class Policy:
         """Why the method has nothing to do on `context` tokens that grow to at most `longest`; None if it acts."""
         return None
 
+    def check_ready(self) -> None:
+        """Raise `PolicyError` if what it runs in beside this package is not there; asked before a run begins."""
+
     @property
     def unrotates(self) -> bool:
         """Whether it takes the rotation of keys or queries back, which not every RoPE allows here."""

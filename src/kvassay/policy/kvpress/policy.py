@@ -17,7 +17,7 @@ from kvassay.policy.base import EVERY_QUERY, Memory, Policy
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Card, Effect, Evidence
 from kvassay.policy.checks import enough_queries
-from kvassay.policy.kvpress.bridge import peer
+from kvassay.policy.kvpress.bridge import interpreter, peer
 from kvassay.policy.kvpress.presses import Chain, parse
 from kvassay.policy.views import CacheView, LayerView
 
@@ -67,6 +67,10 @@ class Kvpress(Policy):
     def queries_needed(self) -> int:
         """What the press reads."""
         return self.chain.queries(EVERY_QUERY)
+
+    def check_ready(self) -> None:
+        """Raise `PolicyError` if there is no python with kvpress."""
+        interpreter()
 
     def decide(self, cache: CacheView, scores: Mapping[int, Tensor], memory: Memory, budget: Allowance) -> Decision:
         """Keep what the press leaves of each layer; `PolicyError` if it leaves more than the budget."""
