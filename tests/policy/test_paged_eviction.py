@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -10,9 +12,11 @@ from torch import Tensor
 from kvassay.cache.data import LayerData
 from kvassay.cache.edits import Decision
 from kvassay.errors import BudgetError, PolicyError
+from kvassay.policy.budget import Allowance, Budget, Protection
 from kvassay.policy.paged_eviction import PagedEviction
 from kvassay.policy.views import CacheView, LayerView
 from tests.policy.build import allowance, cache, dense, layer, memory, ragged, view
+from tests.policy.paged import Run
 
 BLOCK = 4
 
@@ -83,6 +87,11 @@ def test_too_few_free_blocks_for_the_budget_is_refused() -> None:
         decide(PagedEviction(BLOCK), layers(with_ratio([1.0] * 16), sink=1, recent=5), 8)
 
 
+def test_the_last_block_stays() -> None:
+    with pytest.raises(BudgetError, match="budget 2 of 8 tokens needs 2 blocks of 4 to go, 1 may"):
+        decide(PagedEviction(BLOCK), layers(with_ratio([1.0] * 8)), 2)
+
+
 def test_inside_the_budget_nothing_goes() -> None:
     assert decide(PagedEviction(BLOCK), layers(with_ratio([1.0] * 16)), 16).empty
 
@@ -114,3 +123,39 @@ def test_parameters_are_checked() -> None:
         PagedEviction(prefill_unit="page")  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="block=0"):
         PagedEviction(block=0)
+
+
+@pytest.mark.parametrize("unit", ["block", "token"])
+@pytest.mark.parametrize("interval", [3, BLOCK])
+def test_it_is_left_out_exactly_where_it_could_not_keep_to_its_budget(unit: str, interval: int) -> None:
+    """Driven over the paged cache at every context, budget and protection: refused in time, or never while it runs."""
+    generated, found = 8, set()
+    policy = PagedEviction(BLOCK, interval, unit)  # type: ignore[arg-type]
+    rows = dense(32, dim=2)
+    for context, tokens, sink, recent in itertools.product(range(3, 17), (2, 5, 8, 11), (0, 3), (0, 2, 6)):
+        if not sink + recent < tokens < context:
+            continue
+        run = Run(
+            policy, layer(dim=2), rows.k, rows.v, tokens=tokens, protection=Protection(sink, recent), block_size=BLOCK
+        )
+        allowed = Allowance(Budget("keep_tokens", tokens), tokens, context, Protection(sink, recent))
+        reason = policy.not_applicable(context, context + generated - 1, allowed)
+        failed = None
+        try:
+            run.prefill(context)
+            for step in range(1, generated + 1):
+                run.append(1)
+                if step % interval == 0:
+                    run.decide()
+        except BudgetError as error:
+            failed = str(error)
+        assert (reason is None) == (failed is None), (context, tokens, sink, recent, reason, failed)
+        found.add(reason is None)
+    assert found == {True, False}
+
+
+def test_why_it_is_left_out() -> None:
+    reason = PagedEviction().not_applicable(160, 180, allowance(40, 160, 4, 32))
+    assert reason is not None and reason.startswith("at most 40 tokens may be held, 48 are in blocks of 16 that stay (")
+    assert PagedEviction().not_applicable(160, 180, allowance(48, 160, 4, 32)) is None
+    assert PagedEviction().not_applicable(8, 60, Allowance(Budget("keep_tokens", 1.0), 8, 8, Protection(4, 32))) is None

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvassay.cache.edits import KEEP_ALL, Decision, Evict
 from kvassay.errors import BudgetError
 from kvassay.policy.base import Memory, Policy
-from kvassay.policy.budget import Allowance
+from kvassay.policy.budget import Allowance, Protection
 from kvassay.policy.card import Card, Effect, Evidence, When
 from kvassay.policy.checks import at_least, one_of
 from kvassay.policy.views import CacheView, LayerView
@@ -61,6 +61,27 @@ class PagedEviction(Policy):
         at_least(self, block=1, interval=1)
         one_of(self, "prefill_unit", "block", "token")
 
+    def not_applicable(self, context: int, longest: int, budget: Allowance) -> str | None:
+        """Where blocks with protected tokens, and the one still filling, hold more than the budget."""
+        if budget.spares(longest):
+            return None
+        tokens, later = budget.tokens, range(self.interval, longest - context + 2, self.interval)
+        lengths = [context, *(context + n for n in later)]
+        if self.prefill_unit == "token":  # then packed: slots count on from the budget
+            lengths = [min(context, tokens) + n for n in later]
+        most = max((self._least(length, budget.protection) for length in lengths if length > tokens), default=0)
+        if most <= tokens:
+            return None
+        return (
+            f"at most {tokens} tokens may be held, {most} are in blocks of {self.block} that stay (still filling, with "
+            "a protected token, or the last one): raise the budget or protect fewer"
+        )
+
+    def _least(self, length: int, protection: Protection) -> int:
+        """Tokens left of so many, when every block is gone that may go."""
+        free = (length - protection.recent) // self.block - -(-protection.sink // self.block)
+        return length - self.block * max(0, min(free, (length - 1) // self.block))
+
     def score(self, layer: LayerView, memory: Memory) -> Tensor:
         """||V|| / ||K|| per token: [kv_heads, tokens]."""
         return layer.values.norm(dim=-1) / layer.keys.norm(dim=-1).clamp(min=1e-6)
@@ -73,11 +94,11 @@ class PagedEviction(Policy):
         compact = self.prefill_unit == "token" and cache.length <= cache.context
         unit = 1 if compact else self.block
         mean, free = block_means(cache, scores, unit)
-        need = -(-(most - budget.tokens) // unit)
-        if int(free.sum()) < need:
+        need, may = -(-(most - budget.tokens) // unit), min(int(free.sum()), (most - 1) // unit)
+        if may < need:
             raise BudgetError(
                 f"policy 'paged-eviction': budget {budget.tokens} of {most} tokens needs {need} blocks of {unit} "
-                f"to go, {int(free.sum())} may (full and without a protected token)"
+                f"to go, {may} may (full, without a protected token, not the last one held)"
             )
         gone = torch.zeros_like(free)
         gone[mean.masked_fill(~free, torch.inf).sort(stable=True).indices[:need]] = True
