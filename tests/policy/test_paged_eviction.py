@@ -132,7 +132,7 @@ def test_it_is_left_out_exactly_where_it_could_not_keep_to_its_budget(unit: str,
     generated, found = 8, set()
     policy = PagedEviction(BLOCK, interval, unit)  # type: ignore[arg-type]
     rows = dense(32, dim=2)
-    for context, tokens, sink, recent in itertools.product(range(3, 17), (2, 5, 8, 11), (0, 3), (0, 2, 6)):
+    for context, tokens, sink, recent in itertools.product(range(3, 17), (2, 5, 8, 11), (0, 5), (0, 2, 6)):
         if not sink + recent < tokens < context:
             continue
         run = Run(
