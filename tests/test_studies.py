@@ -179,11 +179,23 @@ def test_long_rows_are_the_studys_own(study: Path) -> None:
     assert (found.long, found.arms, found.protection) == (wanted.long, wanted.arms, wanted.protection)
 
 
+@pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.name)
+def test_answers_written_on_a_page_are_the_published_ones(study: Path) -> None:
+    results = Results.open(study / "results" / "free")
+    rows = rows_under(study / "README.md", "| arm | SmolLM2 kv_short |")
+    assert {row[0] for row in rows} <= set(results.arms)
+    for row in rows:
+        cells = [one.cell(row[0]) for one in results.sets]
+        assert row[1:] == tuple(f"{cell.quality['task'].mean:.2f}" for cell in cells if cell)
+
+
 def served_row(file: Path, arm: str) -> tuple[str, ...]:
-    """Requests in time, median seconds to the first token and milliseconds per later one, prefix hits."""
+    """Requests in time, share of right answers, right ones in time per second, median seconds to the first token and
+    milliseconds per later one, prefix hits."""
     (one,) = [row for row in json.loads(file.read_text(encoding="utf-8"))["results"] if row["arm"] == arm]
+    right = ["-" if one[key] is None else f"{one[key]:.2f}" for key in ("correct", "goodput")]
     times = one["ttft"]["p50"], 1000 * one["tpot"]["p50"]
-    return f"{one['in_time']:,}", *(f"{value:.0f}" for value in times), f"{100 * one['hit_rate']:.1f} %"
+    return f"{one['in_time']:,}", *right, *(f"{value:.0f}" for value in times), f"{100 * one['hit_rate']:.1f} %"
 
 
 @pytest.mark.parametrize("study", STUDIES, ids=lambda path: path.name)

@@ -116,7 +116,7 @@ def serve_replay(
     comparison = compare(open_requests(requests), setting, found)
     if as_json:
         about = {
-            "requests": str(requests),
+            "requests": requests.name,
             "requests_sha256": sha256_file(requests),
             "count": count,
             "model": model,
