@@ -24,6 +24,8 @@ FORKED = (
 )
 RAW = "generated tokens are stored and billed as they come; an engine stores their coefficients too"
 LIMITS = (
+    "keeps what the calibration text needs: fitted on prose without a digit it loses answers in digits, and more so "
+    "the longer the prose (docs/candidates.md); let the text hold what questions ask for",
     "needs linear k_proj and v_proj: fused or latent projections are refused",
     "layers bounded by a window are left alone, though their projections could be factored as well",
     "attention is timed over rebuilt keys and values where the projections have a bias or the keys a norm: no kernel "
