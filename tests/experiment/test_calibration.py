@@ -47,9 +47,11 @@ def test_each_unit_is_handed_the_one_calibration_trace(plan: MAKER, tmp_path: Pa
     trace = replay.calibrations[0]
     assert trace is not None
     assert [trace.path.name] == calibrations(tmp_path / "run")
-    assert trace.path.name.startswith("tiny-llama-calibration-prose-300-") and trace.path.name not in replay.calls
+    assert (
+        trace.path.name.startswith("tiny-llama-calibration-prose-numbered-300-") and trace.path.name not in replay.calls
+    )
     recipe = trace.header.recipe
-    assert (recipe.name, recipe.seed, trace.prefix.tokens) == ("prose", 1, 300)
+    assert (recipe.name, recipe.seed, trace.prefix.tokens) == ("prose_numbered", 1, 300)
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text(encoding="utf-8"))
     assert manifest["calibrations"] == [{"model": "tiny-llama", "trace": trace.path.name}]
 

@@ -177,7 +177,7 @@ def test_only_what_learns_offline_asks_for_a_calibration(tmp_path: Path) -> None
     table = "\n[calibration]\nlength = 512\nseed = 9\n"
     assert plan_of(tmp_path, extra=table).calibration is None
     found = plan_of(tmp_path, ('"snapkv(window=16)"', '"svd(rank=0.25)"'), extra=table).calibration
-    assert found is not None and (found.length, found.seed, found.workload) == (512, 9, "prose")
+    assert found is not None and (found.length, found.seed, found.workload) == (512, 9, "prose_numbered")
 
 
 def test_beyond_native_can_be_allowed(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_defaults_are_those_of_the_documentation(tmp_path: Path) -> None:
     assert (found.protection.sink, found.protection.recent) == (4, 32)
     assert (found.protocol.free_tokens, found.protocol.block_size) == (16, 16)
     assert (found.record.prefill_chunk, found.record.q_tail, found.record.dtype) == (512, 64, "float32")
-    assert (found.calibration.length, found.calibration.seed, found.calibration.workload) == (2048, 0, "prose")
+    assert (found.calibration.length, found.calibration.seed, found.calibration.workload) == (2048, 0, "prose_numbered")
     assert found.arms.own_prefill == ()
     assert found.arms.always_on and found.experiment.seed == 0 and found.experiment.device == "cpu"
 

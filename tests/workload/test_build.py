@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvassay.errors import WorkloadError
+from kvassay.workload.haystack import sentences
 from kvassay.workload.kv import KvParams
 from kvassay.workload.registry import WORKLOADS, build, check, names, rebuild
 from kvassay.workload.sample import Sample
@@ -186,6 +187,14 @@ def test_prose_continues_paragraphs_that_the_context_lacks(plain: Any) -> None:
         assert branch.question_text + branch.answer_text not in text
 
 
+def test_numbered_prose_is_prose_with_sentences_that_hold_numbers(plain: Any) -> None:
+    text = text_of(plain, build("prose_numbered", plain, 4000, seed=5, every=100).context_ids)
+    numbered = [one for paragraph in text.split("\n\n") for one in sentences(paragraph) if re.search(r"\d", one)]
+    assert len(numbered) == 40  # 4000 / 100
+    assert len({number for one in numbered for number in re.findall(r"\d{4,5}", one)}) > 40
+    assert not re.search(r"\d", text_of(plain, build("prose", plain, 4000, seed=5).context_ids))
+
+
 def test_the_question_is_in_the_context_only_if_query_aware(plain: Any) -> None:
     blind = build("needle_multikey", plain, 1500, seed=8)
     aware = build("needle_multikey", plain, 1500, seed=8, query_aware=True)
@@ -232,6 +241,7 @@ def test_haystack_splits_share_no_text(plain: Any) -> None:
         ({"name": "copy", "split": "train"}, "unknown haystack split 'train'"),
         ({"name": "copy", "text_path": "/nowhere.txt"}, "/nowhere.txt: cannot be read"),
         ({"name": "jsonl"}, "jsonl: params.path is needed"),
+        ({"name": "prose_numbered", "every": 8}, "prose_numbered: every=8 must be at least 32"),
     ],
 )
 def test_refusals_name_what_is_wrong(call: dict[str, Any], message: str, plain: Any) -> None:

@@ -128,7 +128,7 @@ class CalibrationTable(Table):
     """Tokens of the context, 2048 or "2k"; where the model was made for less, as many as it takes."""
     seed: int = Field(default=0, ge=0)
     """Seed of the text."""
-    workload: str = "prose"
+    workload: str = "prose_numbered"
     """Name in `kvassay workloads`; its prose is of documents that no test context is made of."""
 
 

@@ -23,6 +23,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "scratchpad": "reasoning-shaped",
         "jsonl": "reasoning-shaped",
         "prose": "prose",
+        "prose_numbered": "prose",
     }
 )
 """Kind by workload."""

@@ -33,6 +33,7 @@ FLOORS: Mapping[str, DenseFloor] = MappingProxyType(
         "tracking": DenseFloor(0.50, 1.8),
         "words": DenseFloor(0.50, 3.0),
         "prose": DenseFloor(0.25, 4.5),
+        "prose_numbered": DenseFloor(0.25, 4.5),
         "chain": DenseFloor(0.40, 2.0),
         "scratchpad": DenseFloor(0.40, 2.0),
         "jsonl": DenseFloor(0.25, 4.0),

@@ -1,15 +1,20 @@
 """Prose continuation: plain text, the next paragraphs of it are the answer.
 
-Kept because users ask for it, not because it decides: plain-prose NLL hardly sees eviction.
+Kept because users ask for it, not because it decides: plain-prose NLL hardly sees eviction. `prose_numbered` is the
+same with sentences that hold numbers, which the haystack has none of: what is fitted on text without a digit takes away
+what only digits need, and most answers here are digits.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import random
+from dataclasses import dataclass, replace
 
 from kvassay.errors import WorkloadError
-from kvassay.workload.assemble import Draft, Job, Question
+from kvassay.workload.assemble import Draft, Insert, Job, Question
 from kvassay.workload.haystack import sentences
+from kvassay.workload.lexicon import NAMES, WORDS
+from kvassay.workload.needle import depths
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,13 @@ class ProseParams:
 
     given: int = 8
     continued: int = 16
+
+
+@dataclass(frozen=True)
+class NumberedParams(ProseParams):
+    """One sentence with numbers for every so many tokens; at 128 some 1.6 % of the characters are digits."""
+
+    every: int = 128
 
 
 def draft(job: Job, params: ProseParams) -> Draft:
@@ -36,6 +48,28 @@ def draft(job: Job, params: ProseParams) -> Draft:
     questions = tuple(_question(paragraph, params) for paragraph in held)
     rest = tuple(p for p in paragraphs if p not in held)
     return Draft(questions, prose=rest, meta={"held_back": [len(sentences(p)) for p in held]})
+
+
+def draft_numbered(job: Job, params: NumberedParams) -> Draft:
+    """The same with sentences that hold numbers hidden in the context, at even depths."""
+    if params.every < 32:
+        raise WorkloadError(f"{job.workload}: every={params.every} must be at least 32: a sentence is not all numbers")
+    rng = job.rng("numbers")
+    where = depths(rng, max(1, job.length // params.every))
+    return replace(draft(job, params), inserts=tuple(Insert(_told(rng), depth) for depth in where))
+
+
+def _told(rng: random.Random) -> str:
+    """A sentence that tells a number or two."""
+    name, (one, other) = rng.choice(NAMES), rng.sample(WORDS, 2)
+    year, few, many = rng.randint(1801, 2024), rng.randint(2, 99), rng.randint(1000, 99_999)
+    return rng.choice(
+        [
+            f"In {year} {name} had {few} of the {many} that the {one} was worth.",
+            f"The {one} has the number {many}, and the {other} {many + few}.",
+            f"{name} paid {many} for a {one} and {few} for the {other}.",
+        ]
+    )
 
 
 def _question(paragraph: str, params: ProseParams) -> Question:

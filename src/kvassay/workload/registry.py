@@ -54,6 +54,8 @@ _ALL = (
              words.WordsParams, words.draft),
     Workload("prose", "plain prose goes on; hardly sees eviction", "context", "prefix_words",
              prose.ProseParams, prose.draft),
+    Workload("prose_numbered", "the same with sentences that hold numbers; what policies are fitted on", "context",
+             "prefix_words", prose.NumberedParams, prose.draft_numbered),
     Workload("chain", "generated derivation, reasoning-shaped; steps need values far back", "promote",
              "prefix_words", chain.ChainParams, chain.draft),
     Workload("scratchpad", "the same, most of it fed token by token as if generated", "promote",
