@@ -11,10 +11,11 @@ from torch import Tensor
 
 from kvassay.cache.codec import WIDTHS, ChannelGroups, Packed
 from kvassay.errors import BudgetError, EvidenceMissing, PolicyError
+from kvassay.policy.allocation import keep_best
 from kvassay.policy.base import Artefact, Memory
 from kvassay.policy.budget import Allowance, Budget, Protection
 from kvassay.policy.distortion import PUBLISHED, measure
-from kvassay.policy.rdkv import RDKV, _keep_best
+from kvassay.policy.rdkv import RDKV
 from kvassay.policy.rdkv_calibrated import RDKVCalibrated
 from kvassay.policy.views import LayerView
 from tests.policy.build import DIM, KV_HEADS, Q_HEADS, attention_oracle, cache, dense, layer, memory, random_q, view
@@ -131,7 +132,7 @@ class TestLeast:
 
     def test_only_where_nothing_would_be_left(self) -> None:
         bits = torch.tensor([[0, 0, 0], [0, 4, 0]])
-        kept = _keep_best(bits, torch.tensor([[1.0, 3.0, 2.0], [9.0, 1.0, 1.0]]), {0: 1.0, 4: 0.1, 16: 0.0})
+        kept = keep_best(bits, torch.tensor([[1.0, 3.0, 2.0], [9.0, 1.0, 1.0]]), {0: 1.0, 4: 0.1, 16: 0.0})
         assert kept.tolist() == [[0, 4, 0], [0, 4, 0]]
 
 

@@ -65,6 +65,15 @@ def bisect(weight: Tensor, table: Table, bits: int, *, iterations: int = 64, tol
     return torch.stack([_bisect_row(row.double(), table, bits / len(row), iterations, tolerance) for row in weight])
 
 
+def keep_best(bits: Tensor, weight: Tensor, table: Table) -> Tensor:
+    """Widths [rows, units] of which a row that would keep nothing keeps its heaviest unit, at the least width.
+
+    The guard of RDKV's procedure.
+    """
+    best = torch.zeros_like(bits).scatter_(1, weight.argmax(1, keepdim=True), min(filter(None, table)))
+    return torch.where((bits == 0).all(1, keepdim=True), best, bits)
+
+
 def _bisect_row(weight: Tensor, table: Table, target: float, iterations: int, tolerance: float) -> Tensor:
     widths = torch.tensor(sorted(table))
     distortion = torch.tensor([table[int(b)] for b in widths], dtype=torch.float64)

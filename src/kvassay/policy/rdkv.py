@@ -13,7 +13,7 @@ from torch.nn import functional
 from kvassay.cache.edits import Decision, Quantize
 from kvassay.errors import BudgetError, PolicyError
 from kvassay.policy import distortion
-from kvassay.policy.allocation import Table, bisect, greedy
+from kvassay.policy.allocation import Table, bisect, greedy, keep_best
 from kvassay.policy.base import Memory, Policy
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Approximates, Card, Effect, Evidence
@@ -123,7 +123,7 @@ class RDKV(Policy):
         weight = weight.masked_fill(layer.protected, torch.inf).masked_fill(~layer.alive, 0.0)
         value_bits = self._allocate(weight, values, int((1 - self.key_share) * bits))
         value_bits = torch.where(layer.alive, value_bits, 0)
-        value_bits = _keep_best(value_bits, weight.masked_fill(~layer.alive, -1.0), values)
+        value_bits = keep_best(value_bits, weight.masked_fill(~layer.alive, -1.0), values)
         lost = (layer.protected & (value_bits == 0)).sum()
         if int(lost):
             raise BudgetError(
@@ -135,7 +135,7 @@ class RDKV(Policy):
             self._allocate(row[None], keys, int(self.key_share * bits * dim / n))
             for row, n in zip(channels, kept.tolist(), strict=True)
         ]
-        key_bits = _keep_best(torch.cat(per_head), channels, keys)
+        key_bits = keep_best(torch.cat(per_head), channels, keys)
         if 8 in keys:  # the published packing stores 16-bit channels in 8
             key_bits = key_bits.clamp(max=8)
         return Quantize(value_bits, key_bits, key_axis="channel", clamp_zero=self.clamp_zero)
@@ -145,9 +145,3 @@ class RDKV(Policy):
 
     def _allowed(self, table: Table) -> Table:
         return {width: table[width] for width in ACTIONS[self.actions]}
-
-
-def _keep_best(bits: Tensor, weight: Tensor, table: Table) -> Tensor:
-    """Widths [kv_heads, units] of which a head that would keep nothing keeps its best unit, at the least width."""
-    best = torch.zeros_like(bits).scatter_(1, weight.argmax(1, keepdim=True), min(filter(None, table)))
-    return torch.where((bits == 0).all(1, keepdim=True), best, bits)
