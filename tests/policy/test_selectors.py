@@ -208,3 +208,23 @@ class TestExactMass:
     def test_this_steps_query_must_be_declared(self) -> None:
         with pytest.raises(EvidenceMissing, match="query"):
             ask(ExactMass(), view(KeyNorm(), dense(20)), random_q(1), 5, 20)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        (torch.full((KV_HEADS, 1, 9), torch.nan), "ranked blocks of layer 5 NaN"),
+        (
+            torch.zeros(KV_HEADS, 1, 12),
+            rf"shape \[{KV_HEADS}, 1, 12\], \[{KV_HEADS} or {Q_HEADS}, 1, at most 10\] needed",
+        ),
+        (torch.zeros(KV_HEADS, 2, 9), r"1, at most 10\] needed"),
+        (torch.zeros(KV_HEADS, 9), r"1, at most 10\] needed"),
+        (torch.zeros(KV_HEADS, 1, 9, dtype=torch.long), "ranked layer 5 in torch.int64, floating point needed"),
+    ],
+)
+def test_ranks_are_checked_as_scores_are(ranks: torch.Tensor, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Quest(block=BLOCK)
+    monkeypatch.setattr(Quest, "ranks", lambda *_: ranks)
+    with pytest.raises(PolicyError, match=message):
+        ask(policy, quest_view(policy, dense(40)), random_q(1), 16, 40)

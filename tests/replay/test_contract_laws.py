@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from kvassay.cache.edits import Bias, Decision, Evict, LowRank, Merge, Quantize
 from kvassay.errors import EvidenceMissing, IllegalEdit, KvassayError, PolicyError
 from kvassay.policy.base import Memory, Policy, State
 from kvassay.policy.budget import Allowance, Budget, Protection
-from kvassay.policy.card import Card, Effect, Evidence, When
+from kvassay.policy.card import Approximates, Card, Effect, Evidence, When
 from kvassay.policy.readset import ReadSet
 from kvassay.policy.registry import make
 from kvassay.policy.views import CacheView, LayerView, StepView
@@ -35,8 +35,12 @@ ARMS = [
 ]
 
 
+EDITS = frozenset(Effect) - {Effect.NONE, Effect.SELECT}
+
+
 def card_of(**more: Any) -> Card:
-    given = {"effects": frozenset({Effect.EVICT}), "budgets": frozenset(), **more}
+    """A card that declares all edits there are, so that it is another law that is broken."""
+    given = {"effects": EDITS, "approximates": frozenset(Approximates), "budgets": frozenset(), **more}
     return Card(name="bad", source="test", summary="breaks a law", **given)
 
 
@@ -95,6 +99,24 @@ def observer(observe: Callable[[StepView], object], **more: Any) -> Policy:
             return state
 
     return Bad()
+
+
+def observing(state: Callable[[StepView], Any]) -> Policy:
+    @dataclass(frozen=True)
+    class Bad(Policy):
+        card: ClassVar[Card] = card_of(when=frozenset({When.EVERY_STEP}))
+
+        def observe(self, held: State, step: StepView) -> State:
+            found: State = state(step)
+            return found
+
+    return Bad()
+
+
+def undeclared(
+    edit: Callable[[LayerView], Any], *effects: Effect, approximates: Collection[Approximates] = ()
+) -> Policy:
+    return editor(edit, effects=frozenset({Effect.EVICT, *effects}), approximates=frozenset(approximates))
 
 
 def with_nan(layer: LayerView) -> Tensor:
@@ -162,6 +184,52 @@ WHEN_COMPRESSED = {
         scorer(with_nan, budgets=frozenset({"keep_tokens"})),
         PolicyError,
         r"scored 3 of 808 tokens of layer 0 NaN",
+    ),
+    "scores in whole numbers": (
+        scorer(lambda layer: layer.positions, budgets=frozenset({"keep_tokens"})),
+        PolicyError,
+        r"^policy 'bad' scored layer 0 in torch.int64, floating point needed$",
+    ),
+    "edits that are no list": (
+        decider(lambda cache: Decision({0: Evict(cache.layers[0].alive)})),  # type: ignore[dict-item]
+        PolicyError,
+        r"the edits of layer 0 must be a list, got Evict",
+    ),
+    "an edit that is none": (editor(lambda layer: layer.alive), PolicyError, r"layer 2 has a Tensor among its edits"),
+    "codes under an evictor's card": (
+        undeclared(lambda layer: Quantize(2, 2)),
+        PolicyError,
+        r"answers with Quantize, and its card's effects are evict: declare 'quantize'",
+    ),
+    "codes that pass for exact": (
+        undeclared(lambda layer: Quantize(2, 2), Effect.QUANTIZE),
+        PolicyError,
+        r"answers with Quantize, which changes keys and values: its card's `approximates` must say so",
+    ),
+    "keys encoded where values were declared": (
+        undeclared(lambda layer: Quantize(2, 2), Effect.QUANTIZE, approximates={Approximates.VALUES}),
+        PolicyError,
+        r"answers with Quantize, which changes keys: ",
+    ),
+    "low rank that passes for exact": (undeclared(beside, Effect.LOW_RANK), PolicyError, r"which changes keys: "),
+    "a merge under an evictor's card": (
+        undeclared(lambda layer: Merge(ones(2, N).long() * -1, ones(2, N).float())),
+        PolicyError,
+        r"declare 'merge'",
+    ),
+    "keys merged where values were declared": (
+        undeclared(
+            lambda layer: Merge(ones(2, N).long() * -1, ones(2, N).float(), values_only=False),
+            Effect.MERGE,
+            approximates={Approximates.VALUES},
+        ),
+        PolicyError,
+        r"answers with Merge, which changes keys: ",
+    ),
+    "a bias that passes for exact": (
+        undeclared(lambda layer: Bias(ones(2, N).float())),
+        PolicyError,
+        r"answers with Bias, which changes logits: ",
     ),
     "layer out of scope": (
         decider(lambda cache: Decision({99: [Evict(ones(2, N))]})),
@@ -297,6 +365,28 @@ WHEN_DECODING = {
         PolicyError,
         r"\[1, 2, 0\].* k at least 1",
     ),
+    "a mask for a list": (
+        reader(lambda layer: ReadSet(ones(1, 2, 26), unit=16)),
+        PolicyError,
+        r"index must be int64 ordinals, is torch.bool",
+    ),
+    "a block before the first": (
+        reader(lambda layer: ReadSet(torch.tensor([[[-5]]]), unit=16)),
+        PolicyError,
+        r"names block -5; -1 is unused, 0 the first",
+    ),
+    "no unit": (reader(lambda layer: ReadSet(torch.tensor([[[0]]]), unit=0)), PolicyError, r"unit 0 is not 1"),
+    "side data that nobody wrote": (
+        reader(lambda layer: layer.side_data("means")),  # type: ignore[arg-type, return-value]
+        PolicyError,
+        r"no side data 'means' \(there is none: `summarize` writes it",
+    ),
+    "a state that is a list": (
+        observing(lambda step: [1.0]),
+        PolicyError,
+        r"observe returned list, not a dict of tensors by name",
+    ),
+    "a state of numbers": (observing(lambda step: {"seen": 1.0}), PolicyError, r"not a dict of tensors by name"),
     "an odd unit": (
         reader(lambda layer: ReadSet(torch.zeros(1, 1, 1, dtype=torch.long), unit=24)),
         PolicyError,

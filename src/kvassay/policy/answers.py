@@ -75,6 +75,10 @@ def checked_scores(score: Tensor, shown: LayerView) -> Tensor:
             f"policy '{shown.card.name}' scored layer {shown.index} with shape {list(score.shape)}, "
             f"[{shown.kv_heads}, {shown.tokens}] needed"
         )
+    if not score.is_floating_point():
+        raise PolicyError(
+            f"policy '{shown.card.name}' scored layer {shown.index} in {score.dtype}, floating point needed"
+        )
     wrong = int((~torch.isfinite(score[shown.alive])).sum())
     if wrong:
         raise PolicyError(

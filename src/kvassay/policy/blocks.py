@@ -67,11 +67,25 @@ class BlockSelector(Policy):
         blocks, take = self.held(layer), self._take(budget)
         if blocks <= take:
             return None
-        rank = self.ranks(layer, query, memory)
+        rank = self._checked(self.ranks(layer, query, memory), layer, query.shape[1], blocks)
         rank = torch.nn.functional.pad(rank, (0, blocks - rank.shape[-1]), value=torch.inf)
         forced = self._forced(layer, blocks, query.shape[1]).repeat_interleave(rank.shape[0] // layer.kv_heads, dim=0)
         index = rank.masked_fill(forced, torch.inf).topk(take, dim=-1).indices
         return ReadSet(index.transpose(0, 1), unit=self.block)
+
+    def _checked(self, rank: Tensor, layer: LayerView, queries: int, blocks: int) -> Tensor:
+        """The ranks; `PolicyError` for another shape or type, more blocks than are held, or NaN."""
+        heads, name = (layer.kv_heads, layer.layer.q_heads), self.card.name
+        if rank.dim() != 3 or rank.shape[0] not in heads or rank.shape[1] != queries or rank.shape[2] > blocks:
+            raise PolicyError(
+                f"policy '{name}' ranked layer {layer.index} with shape {list(rank.shape)}, [{heads[0]} or {heads[1]}, "
+                f"{queries}, at most {blocks}] needed"
+            )
+        if not rank.is_floating_point():
+            raise PolicyError(f"policy '{name}' ranked layer {layer.index} in {rank.dtype}, floating point needed")
+        if bool(rank.isnan().any()):
+            raise PolicyError(f"policy '{name}' ranked blocks of layer {layer.index} NaN")
+        return rank
 
     def held(self, layer: LayerView) -> int:
         """Blocks of a layer, the one still filling included."""

@@ -8,7 +8,8 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Literal
 
-from kvassay.errors import PolicyError
+from kvassay.errors import PolicyError, did_you_mean
+from kvassay.policy.budget import UNITS
 
 
 class Effect(StrEnum):
@@ -135,6 +136,12 @@ class Card:
     """Where the method does not apply, and how it is known to fail."""
 
     def __post_init__(self) -> None:
+        kinds = {"effects": Effect, "when": When, "evidence": Evidence, "approximates": Approximates}
+        allowed = {key: [str(one) for one in kind] for key, kind in kinds.items()}
+        for key, known in {**allowed, "budgets": list(UNITS.values())}.items():
+            for item in getattr(self, key):
+                if item not in known:
+                    raise PolicyError(f"card '{self.name}': no {key} '{item}'{did_you_mean(str(item), known)}")
         if self.gaps and not self.reconstruction:
             raise PolicyError(f"card '{self.name}': gaps are listed, so reconstruction must be true")
         if Evidence.FUTURE_QUERIES in self.evidence and not self.reference:

@@ -34,10 +34,13 @@ class ReadSet:
                 f"policy '{name}': read set of shape {shape}, expected [{queries} queries, heads, k] with "
                 f"heads {q_heads}, {kv_heads} or 1 and k at least 1"
             )
-        if self.unit != 1 and self.unit % block_size:
+        if self.unit < 1 or (self.unit != 1 and self.unit % block_size):
             raise PolicyError(f"policy '{name}': read unit {self.unit} is not 1 or a multiple of {block_size}")
-        if self.index.is_floating_point():
-            raise PolicyError(f"policy '{name}': read set index must be integer, is {self.index.dtype}")
+        if self.index.dtype not in (torch.int32, torch.int64):
+            raise PolicyError(f"policy '{name}': read set index must be int64 ordinals, is {self.index.dtype}")
+        least = int(self.index.min())
+        if least < -1:
+            raise PolicyError(f"policy '{name}': read set names block {least}; -1 is unused, 0 the first")
 
     def mask(self, slots: Tensor, q_heads: int) -> Tensor:
         """bool [queries, q_heads, tokens] over a view with logical `slots` [kv_heads, tokens]."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvassay.cache.data import LayerData
 from kvassay.cache.rope import unrotate
-from kvassay.errors import EvidenceMissing
+from kvassay.errors import EvidenceMissing, PolicyError
 from kvassay.kernels.mass import received
 from kvassay.kernels.reference import attention_weights
 from kvassay.layout.model import Layer
@@ -279,6 +279,11 @@ class LayerView:
 
     def side_data(self, name: str) -> Tensor:
         """One kind of side data over all full blocks, metered as read: [blocks, kv_heads, ...]."""
+        if name not in self.side:
+            known = (
+                ", ".join(map(repr, self.side)) or "none: `summarize` writes it, with 'block_full' in the card's `when`"
+            )
+            raise PolicyError(f"policy '{self.card.name}': no side data '{name}' (there is {known})")
         tensor = self.side[name]
         self._charge(f"side:{name}", tensor, tensor.element_size())
         return tensor

@@ -23,7 +23,7 @@ from kvassay.policy.readset import ReadSet
 from kvassay.policy.views import BlockView, CacheView, HiddenStates, LayerView, Meter, Rows, StepView
 from kvassay.replay.indexing import Asked, chosen_by_index
 from kvassay.replay.lane import Lane
-from kvassay.replay.laws import check_moment, check_order, check_protection, check_scope
+from kvassay.replay.laws import check_effects, check_moment, check_order, check_protection, check_scope
 
 Source = Callable[[int], Queries]
 """Queries of a layer."""
@@ -95,6 +95,10 @@ class Scored:
     seconds: float
     rng: Tensor
 
+    def copied(self) -> dict[int, Tensor]:
+        """The scores, so that a policy that writes into its own does not write into another arm's."""
+        return {index: score.clone() for index, score in self.scores.items()}
+
 
 Known = dict[Hashable, Scored]
 """Scores by policy and protection: arms that differ in budget alone score the same cache alike."""
@@ -140,11 +144,11 @@ def _scores(lane: Lane, cache: CacheView, meter: Meter, known: Known | None) -> 
         scores = scored(lane.policy, cache, lane.memory)
         found = Scored(scores, meter.total - touched, time.perf_counter() - start, rng.get_state())
         known[key] = found
-        return scores
+        return found.copied()
     rng.set_state(found.rng)
     lane.touched += found.touched
     lane.seconds += found.seconds
-    return found.scores
+    return found.copied()
 
 
 def propose(policy: Policy, cache: CacheView, memory: Memory, allowance: Allowance) -> Decision:
@@ -178,6 +182,7 @@ def decided(
     if not isinstance(decision, Decision):
         raise PolicyError(f"policy '{policy.card.name}': decide returned {type(decision).__name__}, not a Decision")
     check_scope(policy, cache, decision)
+    check_effects(policy, decision)
     check_order(policy, cache, decision)
     check_moment(policy, cache, decision)
     check_protection(policy, cache, decision)
@@ -238,6 +243,10 @@ def observe(lane: Lane, tokens: Sequence[int], evidence: Evidences, hidden: Mapp
     )
     with answering(lane.policy, "observe"):
         state = lane.policy.observe(lane.memory.state, step)
+    if not (isinstance(state, Mapping) and all(isinstance(one, Tensor) for one in state.values())):
+        raise PolicyError(
+            f"policy '{lane.policy.card.name}': observe returned {type(state).__name__}, not a dict of tensors by name"
+        )
     lane.with_state(state)
     lane.touched += meter.total
     lane.seconds += time.perf_counter() - start
@@ -248,7 +257,8 @@ def read(lane: Lane, index: int, query: Tensor, load: Callable[[], LayerData]) -
     meter = Meter(lane.cache.layout.element_bytes)
     shown = view(lane, lane.cache.layout.source(index).index, meter, Evidences(), load)
     with answering(lane.policy, "read", index):
-        chosen = lane.policy.read(shown, query, lane.memory, lane.allowance, lane.previous.get(index))
+        # A copy: a policy that scales it in place would change what the model attends with.
+        chosen = lane.policy.read(shown, query.clone(), lane.memory, lane.allowance, lane.previous.get(index))
     if chosen is not None:
         chosen.validate(
             queries=query.shape[1],
