@@ -49,7 +49,7 @@ class FoldBack(Policy):
         effects=frozenset({Effect.MERGE, Effect.EVICT, Effect.QUANTIZE}),
         source="test",
         summary="merges values and weighs the slot",
-        approximates=frozenset({Approximates.VALUES, Approximates.LOGITS}),
+        approximates=frozenset(Approximates),
         budgets=frozenset(),
     )
 
