@@ -94,6 +94,11 @@ def test_so_does_one_that_a_composition_would_size_by_bytes(llama: World) -> Non
         replay_trace(llama.loaded, llama.trace, [*DENSE, arm])
 
 
+def test_so_does_one_of_the_open_loop(llama: World) -> None:
+    with pytest.raises(IllegalEdit, match=r"^arm 'five-bits': layer 0: Quantize.value_bits holds widths \[5\]"):
+        open_loop(llama.trace, [Arm(FiveBits())])
+
+
 def test_parts_that_cannot_follow_each_other_are_named(llama: World) -> None:
     """Whether they can depends on the model: with one KV head all heads keep the same tokens."""
     arm = Arm(parse("snapkv+svd"), Budget.parse("keep=0.5"), Protection())
@@ -103,9 +108,23 @@ def test_parts_that_cannot_follow_each_other_are_named(llama: World) -> None:
         replay_trace(llama.loaded, llama.trace, [*DENSE, arm], calibration=llama.calibration)
 
 
-def test_so_does_one_of_the_open_loop(llama: World) -> None:
-    with pytest.raises(IllegalEdit, match=r"^arm 'five-bits': layer 0: Quantize.value_bits holds widths \[5\]"):
-        open_loop(llama.trace, [Arm(FiveBits())])
+@dataclass(frozen=True)
+class Liar(Policy):
+    """Encodes under an evictor's card."""
+
+    card: ClassVar[Card] = Card(
+        name="liar", effects=frozenset({Effect.EVICT}), source="test", summary="test", budgets=frozenset()
+    )
+
+    def decide(self, cache: CacheView, scores: Mapping[int, Tensor], memory: Memory, budget: Allowance) -> Decision:
+        return Decision({index: [Quantize(2, 2)] for index in cache.layers})
+
+
+def test_a_part_is_held_to_its_own_card(llama: World) -> None:
+    """Not to that of the whole, where another part's may say what it does."""
+    arm = Arm(Composed((Part(Liar()), Part(make("int8")))))
+    with pytest.raises(PolicyError, match=r"^policy 'liar' answers with Quantize, and its card's effects are evict"):
+        replay_trace(llama.loaded, llama.trace, [*DENSE, arm])
 
 
 @pytest.mark.parametrize("policy", ["knorm", "knorm(keep=0.5)+exact_mass"])

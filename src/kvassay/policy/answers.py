@@ -1,16 +1,18 @@
-"""What a policy's own code answers: its errors told as the policy's, its scores checked."""
+"""What a policy's own code answers: its errors told as the policy's, its scores, edits and state checked."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from kvassay.cache.edits import Bias, Decision, Edit, Evict, LowRank, Merge
 from kvassay.errors import BudgetError, CacheError, KvassayError, LayoutError, PolicyError
-from kvassay.policy.base import Policy
+from kvassay.policy.base import Policy, State
+from kvassay.policy.card import Approximates, Effect
 from kvassay.policy.views import LayerView
 
 _HERE = __name__.partition(".")[0]
@@ -86,3 +88,56 @@ def checked_scores(score: Tensor, shown: LayerView) -> Tensor:
             "NaN or infinite; every live token needs a finite score"
         )
     return score
+
+
+def checked_state(policy: Policy, state: State) -> State:
+    """What `observe` returned; `PolicyError` if it is no dict of tensors by name."""
+    if not (isinstance(state, Mapping) and all(isinstance(one, Tensor) for one in state.values())):
+        raise PolicyError(
+            f"policy '{policy.card.name}': observe returned {type(state).__name__}, not a dict of tensors by name"
+        )
+    return state
+
+
+def checked_edits(policy: Policy, decision: Decision) -> Decision:
+    """The decision; `PolicyError` for what is no edit, or one that does or changes what the card does not declare."""
+    if not isinstance(decision, Decision):
+        raise PolicyError(f"policy '{policy.card.name}': decide returned {type(decision).__name__}, not a Decision")
+    name, card = policy.card.name, policy.card
+    for index, edits in decision.edits.items():
+        if not isinstance(edits, list | tuple):
+            raise PolicyError(f"policy '{name}': the edits of layer {index} must be a list, got {type(edits).__name__}")
+        for edit in edits:
+            kind = type(edit).__name__
+            if not isinstance(edit, Edit):
+                raise PolicyError(f"policy '{name}': layer {index} has a {kind} among its edits")
+            effect, approximated = _does(edit)
+            if effect is not None and effect not in card.effects:
+                raise PolicyError(
+                    f"policy '{name}' answers with {kind}, and its card's effects are "
+                    f"{', '.join(sorted(card.effects))}: declare '{effect}'"
+                )
+            unsaid = sorted(approximated - card.approximates)
+            if unsaid:
+                raise PolicyError(
+                    f"policy '{name}' answers with {kind}, which changes {' and '.join(unsaid)}: its card's "
+                    "`approximates` must say so, or its attention would pass for exact"
+                )
+    return decision
+
+
+def _does(edit: Edit) -> tuple[Effect | None, set[Approximates]]:
+    """The effect that an edit is, and what is not as the model wrote it afterwards."""
+    if isinstance(edit, Evict):
+        return Effect.EVICT, set()
+    if isinstance(edit, Bias):
+        return None, {Approximates.LOGITS}
+    if isinstance(edit, Merge):
+        return Effect.MERGE, {Approximates.VALUES, *(() if edit.values_only else (Approximates.KEYS,))}
+    if isinstance(edit, LowRank):
+        effect, keys, values = Effect.LOW_RANK, edit.key_encode is not None, edit.value_encode is not None
+    else:
+        effect = Effect.QUANTIZE
+        keys, values = (isinstance(bits, Tensor) or bits != 16 for bits in (edit.key_bits, edit.value_bits))
+    sides = {Approximates.KEYS: keys, Approximates.VALUES: values}
+    return effect, {side for side, changed in sides.items() if changed}

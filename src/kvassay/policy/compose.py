@@ -17,7 +17,7 @@ from kvassay.cache.edits import KEEP_ALL, Decision, LowRank
 from kvassay.errors import PolicyError
 from kvassay.layout.model import Layer
 from kvassay.policy.acting import may_act
-from kvassay.policy.answers import answering, checked_scores
+from kvassay.policy.answers import answering, checked_edits, checked_scores, checked_state
 from kvassay.policy.base import Artefact, Calibration, Memory, Policy, State
 from kvassay.policy.budget import Allowance, Budget
 from kvassay.policy.card import STEPS, Card, Prefill, When
@@ -93,7 +93,7 @@ class Composed(Policy):
             shown, mine = self._shown(cache, part, decision), self._memory(memory, number)
             scores = {i: _score(part, layer, mine) for i, layer in shown.layers.items()} if part.writes_score else {}
             with answering(part, "decide"):
-                then = part.decide(shown, scores, mine, allowance)
+                then = checked_edits(part, part.decide(shown, scores, mine, allowance))
             outside = sorted(set(then.edits) - set(shown.layers))
             if outside:
                 raise PolicyError(f"policy '{part.card.name}' edits layer {outside[0]}, which its card does not act on")
@@ -161,7 +161,7 @@ class Composed(Policy):
             if part.writes_observe:
                 key = self._key(number)
                 seen = replace(step, cache=self._shown(step.cache, part))
-                after = part.observe(_own(state, key), seen)
+                after = checked_state(part, part.observe(_own(state, key), seen))
                 found = {name: kept for name, kept in found.items() if not name.startswith(key)}
                 found |= {key + name: kept for name, kept in after.items()}
         return found

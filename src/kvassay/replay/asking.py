@@ -14,7 +14,7 @@ from kvassay.cache.edits import Decision
 from kvassay.cache.ops import Reclaimed
 from kvassay.errors import PolicyError
 from kvassay.policy import readset
-from kvassay.policy.answers import answering, checked_scores, of_arm
+from kvassay.policy.answers import answering, checked_edits, checked_scores, checked_state, of_arm
 from kvassay.policy.base import Memory, Policy, interval_of
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Evidence, When
@@ -23,7 +23,7 @@ from kvassay.policy.readset import ReadSet
 from kvassay.policy.views import BlockView, CacheView, HiddenStates, LayerView, Meter, Rows, StepView
 from kvassay.replay.indexing import Asked, chosen_by_index
 from kvassay.replay.lane import Lane
-from kvassay.replay.laws import check_effects, check_moment, check_order, check_protection, check_scope
+from kvassay.replay.laws import check_moment, check_order, check_protection, check_scope
 
 Source = Callable[[int], Queries]
 """Queries of a layer."""
@@ -178,11 +178,8 @@ def decided(
     with the arm's name if the budget leaves the policy nothing to decide."""
     budget = [] if allowance.budget is None else [allowance.budget.label]
     with of_arm(" ".join([policy.label, *budget])), answering(policy, "decide"):
-        decision = policy.decide(cache, scores, memory, allowance)
-    if not isinstance(decision, Decision):
-        raise PolicyError(f"policy '{policy.card.name}': decide returned {type(decision).__name__}, not a Decision")
+        decision = checked_edits(policy, policy.decide(cache, scores, memory, allowance))
     check_scope(policy, cache, decision)
-    check_effects(policy, decision)
     check_order(policy, cache, decision)
     check_moment(policy, cache, decision)
     check_protection(policy, cache, decision)
@@ -242,11 +239,7 @@ def observe(lane: Lane, tokens: Sequence[int], evidence: Evidences, hidden: Mapp
         HiddenStates(lane.policy.card, lane.policy.taps_in(len(lane.cache.layout.layers)), hidden),
     )
     with answering(lane.policy, "observe"):
-        state = lane.policy.observe(lane.memory.state, step)
-    if not (isinstance(state, Mapping) and all(isinstance(one, Tensor) for one in state.values())):
-        raise PolicyError(
-            f"policy '{lane.policy.card.name}': observe returned {type(state).__name__}, not a dict of tensors by name"
-        )
+        state = checked_state(lane.policy, lane.policy.observe(lane.memory.state, step))
     lane.with_state(state)
     lane.touched += meter.total
     lane.seconds += time.perf_counter() - start

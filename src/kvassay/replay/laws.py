@@ -1,15 +1,14 @@
-"""What a decision may not do, whoever made it: leave the policy's scope, do what its card does not declare, move tokens
-in a pass, drop protected ones."""
+"""What a decision may not do, whoever made it: leave the policy's scope, move tokens in a pass, drop protected ones."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from kvassay.cache.edits import Bias, Decision, Edit, Evict, LowRank, Merge, Quantize
+from kvassay.cache.edits import Decision, Edit, Evict, LowRank, Merge, Quantize
 from kvassay.errors import PolicyError
 from kvassay.policy.base import Policy
-from kvassay.policy.card import Approximates, Effect, When
+from kvassay.policy.card import When
 from kvassay.policy.views import CacheView
 
 
@@ -18,50 +17,9 @@ def check_scope(policy: Policy, cache: CacheView, decision: Decision) -> None:
     outside = sorted(set(decision.edits) - set(cache.layers))
     if outside:
         raise PolicyError(
-            f"policy '{policy.card.name}' edits layer {outside[0]}, which its card does not act on "
+            f"policy '{policy.card.name}' edits layer {outside[0]!r}, which its card does not act on "
             f"({', '.join(sorted(policy.card.acts_on))})"
         )
-
-
-def check_effects(policy: Policy, decision: Decision) -> None:
-    """Raise `PolicyError` for what is no edit, or one whose effect or approximation the card does not declare."""
-    name, card = policy.card.name, policy.card
-    for index, edits in decision.edits.items():
-        if not isinstance(edits, list | tuple):
-            raise PolicyError(f"policy '{name}': the edits of layer {index} must be a list, got {type(edits).__name__}")
-        for edit in edits:
-            kind = type(edit).__name__
-            if not isinstance(edit, Edit):
-                raise PolicyError(f"policy '{name}': layer {index} has a {kind} among its edits")
-            effect, approximated = _does(edit)
-            if effect is not None and effect not in card.effects:
-                raise PolicyError(
-                    f"policy '{name}' answers with {kind}, and its card's effects are "
-                    f"{', '.join(sorted(card.effects))}: declare '{effect}'"
-                )
-            unsaid = sorted(approximated - card.approximates)
-            if unsaid:
-                raise PolicyError(
-                    f"policy '{name}' answers with {kind}, which changes {' and '.join(unsaid)}: its card's "
-                    "`approximates` must say so, or its attention would pass for exact"
-                )
-
-
-def _does(edit: Edit) -> tuple[Effect | None, set[Approximates]]:
-    """The effect that an edit is, and what is not as the model wrote it afterwards."""
-    if isinstance(edit, Evict):
-        return Effect.EVICT, set()
-    if isinstance(edit, Bias):
-        return None, {Approximates.LOGITS}
-    if isinstance(edit, Merge):
-        return Effect.MERGE, {Approximates.VALUES, *(() if edit.values_only else (Approximates.KEYS,))}
-    if isinstance(edit, LowRank):
-        effect, keys, values = Effect.LOW_RANK, edit.key_encode is not None, edit.value_encode is not None
-    else:
-        effect = Effect.QUANTIZE
-        keys, values = (isinstance(bits, Tensor) or bits != 16 for bits in (edit.key_bits, edit.value_bits))
-    sides = {Approximates.KEYS: keys, Approximates.VALUES: values}
-    return effect, {side for side, changed in sides.items() if changed}
 
 
 def check_order(policy: Policy, cache: CacheView, decision: Decision) -> None:

@@ -73,6 +73,10 @@ def read_mistral(raw: Raw) -> tuple[Layer, ...]:
     return _uniform(raw, [window] * count)
 
 
+_QWEN_FIRST = 28
+"""The class's `max_window_layers`."""
+
+
 def _qwen_windows(raw: Raw) -> list[int | None]:
     """Return the windows: `sliding_window` counts only with `use_sliding_window`, from `max_window_layers` on.
 
@@ -87,9 +91,6 @@ def _qwen_windows(raw: Raw) -> list[int | None]:
     if SLIDING in types and window is None:
         raise raw.error("key 'layer_types' has sliding layers, but 'use_sliding_window' is not set")
     return [window if kind == SLIDING else None for kind in types]
-
-
-_QWEN_FIRST = 28
 
 
 def read_qwen2(raw: Raw) -> tuple[Layer, ...]:

@@ -140,11 +140,7 @@ def read_cohere2_moe(raw: Raw) -> tuple[Layer, ...]:
     kinds = [kind_of(index) for index in range(count)]
     given = published and raw.has("sliding_window_pattern")
     types = spelt_types(raw, {FULL, SLIDING}, "sliding_window_pattern", lambda: kinds, given)
-    spelt = (
-        {"mlp_layer_types": trim(raw, "mlp_layer_types", raw.items("mlp_layer_types"))}
-        if raw.has("mlp_layer_types")
-        else {}
-    )
+    spelt = {key: trim(raw, key, raw.items(key)) for key in ("mlp_layer_types",) if raw.has(key)}
     if published or not spelt:
         spelt["first_k_dense_replace"] = ["dense" if index < prefix else "sparse" for index in range(count)]
     mlps = agreeing(raw, spelt)
