@@ -192,7 +192,7 @@ class TestEveryForm:
     @pytest.mark.parametrize("name", EDITS)
     @pytest.mark.parametrize("fused", [True, False], ids=["fused", "decoded"])
     def test_a_selection_per_head(self, on: Device, name: str, fused: bool) -> None:
-        world, seq = made(EDITS[name])
+        world, seq = made(EDITS[name], softcap=0.7)  # a bias before it is another than one after it
         data = world.cache.stored(seq, 0)
         selected = torch.rand(data.positions.shape, generator=torch.Generator().manual_seed(5)) < 0.3
         selected[1, 8:40] = False  # nothing of a whole tile
@@ -200,7 +200,7 @@ class TestEveryForm:
         layer, q = paged_layer(world.cache, world.cache.layout.layers[0]), random(Q_HEADS, 1, DIM)
         reads = lane_reads(world.cache, seq, 0, fused=fused, selected=selected)
         seen = visible(data, torch.tensor([N + TAIL - 1]), Q_HEADS, allowed=selected.repeat_interleave(GROUP, 0)[None])
-        true = attend(q.double(), data, seen, scale=0.5)
+        true = attend(q.double(), data, seen, scale=layer.scale, softcap=layer.softcap)
         for kernel in (on, REFERENCE):
             found = kernel.decode(layer, q[None], [reads])[0]
             torch.testing.assert_close(found.double(), true, rtol=0, atol=4e-6)

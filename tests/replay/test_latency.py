@@ -39,6 +39,7 @@ ARMS = (
     arm("paged-eviction", "keep=0.5"),
     arm("fp8"),
     KIVI,
+    arm("quest(dense_layers=0, heads=q)", "read=0.5"),
     arm("quest(dense_layers=0)+fp8", "read=0.5"),
     arm("quest(dense_layers=0)+kivi(group=8, residual=32)", "read=0.5"),
 )
@@ -85,8 +86,15 @@ def test_bytes_and_operations_follow_what_an_arm_reads(llama_times: dict[str, Ar
     assert llama_times["fp8"].read_bytes == 405 / 4 * per_token
 
 
+def test_a_kv_head_reads_what_any_of_its_query_heads_chose(llama_times: dict[str, ArmTimes]) -> None:
+    together, apart = (
+        llama_times[f"quest({given}) read=0.5"] for given in ("dense_layers=0", "dense_layers=0, heads=q")
+    )
+    assert together.read_bytes < apart.read_bytes <= 2 * together.read_bytes  # two query heads to each
+
+
 def test_a_selection_over_codes_reads_what_is_selected(llama_times: dict[str, ArmTimes]) -> None:
-    plain, codes, some = (one for name, one in llama_times.items() if name.startswith("quest"))
+    plain, *_, codes, some = (one for name, one in llama_times.items() if name.startswith("quest"))
     assert codes.read_bytes == plain.read_bytes / 4  # every token lies in codes, the query's own too
     assert codes.flops == plain.flops == some.flops
     assert codes.read_bytes < some.read_bytes < plain.read_bytes  # kivi keeps the newest tokens as they were written
