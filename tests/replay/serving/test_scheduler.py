@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvassay.errors import CacheError
@@ -256,6 +256,7 @@ def outcome(log: Log) -> list[object]:
     ]
 
 
+@example([(0, 1, 10, 0), (0, 36, 8, 0), (1, 11, 7, 0), (9, 9, 1, 0)], 22, True, 0.0, False, 0)
 @settings(max_examples=60, deadline=None)
 @given(traces, st.integers(8, 40), st.booleans(), st.sampled_from([0.0, 0.5]), st.booleans(), st.sampled_from([0, 9]))
 def test_a_leap_changes_nothing(

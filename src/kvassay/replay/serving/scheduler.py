@@ -207,7 +207,8 @@ class Scheduler:
         until = None if coming is None else coming - self.now
         steps = leap(self.times, contexts, first, most, until)
         steps = fitting(self.geometry, self.running, steps, self.backend.free_blocks)
-        for flight in self.running:
+        # In the order in which single steps would ask: what windows let go is lost from the cache in that order.
+        for flight in sorted(self.running, key=lambda one: one.units * self.geometry.unit - one.computed):
             if not self._grow(flight, steps):
                 raise CacheError(f"request {flight.request.name}: {steps} tokens do not fit, though they were counted")
         last = first if steps == 1 else self.times.seconds(contexts + (steps - 1), ())
