@@ -17,7 +17,7 @@ from kvassay.policy.budget import Allowance, Budget, Protection
 from kvassay.policy.card import Approximates, Card, Effect, Evidence, When
 from kvassay.policy.readset import ReadSet
 from kvassay.policy.registry import make
-from kvassay.policy.views import CacheView, LayerView, StepView
+from kvassay.policy.views import BlockView, CacheView, LayerView, StepView
 from kvassay.replay.applies import not_applicable
 from kvassay.replay.arms import Arm
 from kvassay.replay.lane import scope_of
@@ -101,6 +101,22 @@ def observer(observe: Callable[[StepView], object], **more: Any) -> Policy:
     return Bad()
 
 
+def summariser(summarize: Callable[[BlockView], Any]) -> Policy:
+    @dataclass(frozen=True)
+    class Bad(Policy):
+        card: ClassVar[Card] = card_of(
+            effects=frozenset({Effect.SELECT}),
+            when=frozenset({When.BLOCK_FULL, When.EVERY_STEP}),
+            evidence=frozenset({Evidence.KEYS}),
+        )
+
+        def summarize(self, block: BlockView) -> Mapping[str, Tensor]:
+            found: Mapping[str, Tensor] = summarize(block)
+            return found
+
+    return Bad()
+
+
 def observing(state: Callable[[StepView], Any]) -> Policy:
     @dataclass(frozen=True)
     class Bad(Policy):
@@ -140,6 +156,12 @@ def beside(layer: LayerView) -> LowRank:
 
 
 WHEN_COMPRESSED = {
+    "side data that is a list": (summariser(lambda block: [block.keys]), PolicyError, r"summarize returned list, not"),
+    "side data of one block": (
+        summariser(lambda block: {"means": block.keys[:1, :, 0]}),
+        PolicyError,
+        r"side data 'means' has shape \[1, 2, 16\], \[25 blocks, \.\.\.\] needed",
+    ),
     "undeclared values": (
         scorer(lambda layer: layer.values.norm(dim=-1)),
         EvidenceMissing,
@@ -380,6 +402,16 @@ WHEN_DECODING = {
         reader(lambda layer: layer.side_data("means")),  # type: ignore[arg-type, return-value]
         PolicyError,
         r"no side data 'means' \(there is none: `summarize` writes it",
+    ),
+    "side data of another shape": (
+        summariser(lambda block: {"means": torch.zeros(*block.keys.shape[:2], len(block.keys))}),
+        PolicyError,
+        r"returned \{'means': \(torch.float32, 2, 1\)\}, and \{'means': \(torch.float32, 2, 25\)\} of the blocks",
+    ),
+    "side data of another name": (
+        summariser(lambda block: {f"of {len(block.keys)}": block.keys[:, :, 0]}),
+        PolicyError,
+        r"summarize returned \{'of 1': .* and \{'of 25': ",
     ),
     "a state that is a list": (
         observing(lambda step: [1.0]),

@@ -1,4 +1,4 @@
-"""What a policy's own code answers: its errors told as the policy's, its scores, edits and state checked."""
+"""What a policy's own code answers: its errors told as the policy's, its scores, edits, side data and state checked."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from kvassay.policy.base import Policy, State
 from kvassay.policy.card import Approximates, Effect
 from kvassay.policy.views import LayerView
 
+SideData = Mapping[str, Tensor]
+"""Of blocks, by name: [blocks, ...], mostly [blocks, kv_heads, ...]."""
 _HERE = __name__.partition(".")[0]
 
 
@@ -88,6 +90,28 @@ def checked_scores(score: Tensor, shown: LayerView) -> Tensor:
             "NaN or infinite; every live token needs a finite score"
         )
     return score
+
+
+def checked_side(policy: Policy, given: SideData, blocks: int, old: SideData) -> SideData:
+    """What `summarize` returned of new blocks; `PolicyError` unless it is the same tensors [blocks, ...], by
+    name, type and shape, as those of the blocks before (`old`; empty: these are the first)."""
+    if not (isinstance(given, Mapping) and all(isinstance(one, Tensor) for one in given.values())):
+        raise PolicyError(
+            f"policy '{policy.card.name}': summarize returned {type(given).__name__}, not a dict of tensors by name"
+        )
+    for name, one in given.items():
+        if one.shape[:1] != (blocks,):
+            raise PolicyError(
+                f"policy '{policy.card.name}': side data '{name}' has shape {list(one.shape)}, "
+                f"[{blocks} blocks, ...] needed"
+            )
+    kinds = [{name: (one.dtype, *one.shape[1:]) for name, one in side.items()} for side in (old or given, given)]
+    if kinds[0] != kinds[1]:
+        raise PolicyError(
+            f"policy '{policy.card.name}': summarize returned {kinds[1]}, and {kinds[0]} of the blocks before; name, "
+            "type and shape of side data stay the same"
+        )
+    return given
 
 
 def checked_state(policy: Policy, state: State) -> State:

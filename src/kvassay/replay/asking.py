@@ -14,7 +14,7 @@ from kvassay.cache.edits import Decision
 from kvassay.cache.ops import Reclaimed
 from kvassay.errors import PolicyError
 from kvassay.policy import readset
-from kvassay.policy.answers import answering, checked_edits, checked_scores, checked_state, of_arm
+from kvassay.policy.answers import answering, checked_edits, checked_scores, checked_side, checked_state, of_arm
 from kvassay.policy.base import Memory, Policy, interval_of
 from kvassay.policy.budget import Allowance
 from kvassay.policy.card import Evidence, When
@@ -220,7 +220,8 @@ def summarize(lane: Lane) -> None:
             old = lane.side.get(index, {})
             done = next(iter(old.values())).shape[0] if old else 0
             if full > done:
-                lane.side[index] = _extended(old, _summary(lane, index, done, full, group.block_size))
+                new = _summary(lane, index, done, full, group.block_size)
+                lane.side[index] = _extended(old, checked_side(lane.policy, new, full - done, old))
     lane.seconds += time.perf_counter() - start
 
 
