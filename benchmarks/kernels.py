@@ -8,6 +8,9 @@ program back. Variants take turns within a round, and medians with quartiles are
 each table stand the bars, judged on medians and, since whatever else runs only ever adds time, on the best rounds. With
 one thread the clock is the processor's, which stands still while another program has it; with more it is the wall's.
 
+Beside each block list stands `sum`: its elements added up, block after block. What runs that lie apart cost the memory
+itself is in it, so that a list's time over that sum's says what the kernel adds.
+
 `torch rows` is scaled_dot_product_attention with the KV head's query heads as query rows on contiguous keys and values:
 the fastest plain torch there is.
 
@@ -27,11 +30,12 @@ from dataclasses import dataclass, field
 import numba
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 import kvassay  # noqa: F401  sets OMP_WAIT_POLICY before torch
 from kvassay.cache.codec import ChannelGroups, Code, Coefficients, Float8, TokenGroups
-from kvassay.kernels.cpu import CpuKernel
+from kvassay.kernels.cpu import PER_THREAD, CpuKernel
 from kvassay.kernels.device import CodeRead, PagedLayer, Read, SlotRead
 from kvassay.kernels.packed import flatten
 from kvassay.kernels.roofs import Clock, multiply_once, read_once
@@ -75,7 +79,9 @@ def main() -> None:
     for dim in map(int, options.dims.split(",")):
         for group in map(int, options.groups.split(",")):
             wanted = ("all blocks", *options.only.split(","))
-            chosen = [v for v in variants(options.tokens, group, dim) if v.name.startswith(wanted)]
+            chosen = [
+                v for v in variants(options.tokens, group, dim) if v.name.replace("sum", "list").startswith(wanted)
+            ]
             measure(chosen, options.rounds, group, dim, clock)
 
 
@@ -105,21 +111,41 @@ def variants(tokens: int, group: int, dim: int) -> list[Variant]:
     ]
     for share in (0.5, 0.25, 0.1):
         chosen = runs(tokens // BLOCK, share)
-        made.append(
-            of(
-                f"list {share:.0%}",
-                blocks(chosen),
-                start,
-                full * chosen.shape[1] / table.shape[1],
-                chosen.shape[1] * BLOCK,
-            )
-        )
+        nbytes, count = full * chosen.shape[1] / table.shape[1], chosen.shape[1] * BLOCK
+        made.append(of(f"list {share:.0%}", blocks(chosen), start, nbytes, count))
+        made.append(summed(f"sum {share:.0%}", pool, chosen, nbytes))
     bias = SlotRead(table, ints(tokens), unit=BLOCK, bias=torch.zeros(1, tokens))
     made.append(of("bias", bias, SlotRead(table, ints(FEW), unit=BLOCK, bias=bias.bias), full + 4 * tokens))
     for name in ("fp8", "8 bits", "4 bits", "2 bits", "low rank", "low rank+rope"):
         read, few = encoded(name, k, v), encoded(name, k[:, :FEW], v[:, :FEW])
         made.append(of(name, read, few, read.keys.nbytes + read.values.nbytes))
     return made
+
+
+def summed(name: str, pool: Tensor, chosen: Tensor, nbytes: float) -> Variant:
+    """All elements of the blocks of a list added up, in as many pieces as the kernel makes."""
+    flat, starts = pool.numpy().ravel(), chosen[0, ::RUN].numpy() * np.int64(pool.shape[1])
+    threads = numba.get_num_threads()
+    parts = 1 if threads == 1 else PER_THREAD * threads
+
+    def add(starts: NDArray[np.int64], size: int) -> Tensor:
+        return torch.tensor(sum_of_runs(flat, starts, size, parts))
+
+    return Variant(name, lambda: add(starts, RUN * pool.shape[1]), lambda: add(starts[:1], FEW), nbytes, 0)
+
+
+@numba.njit(parallel=True, fastmath={"reassoc", "contract", "nsz"})
+def sum_of_runs(x, starts, size, parts):  # type: ignore[no-untyped-def]
+    """Sum of the elements x [start : start + size] of every start."""
+    sums = np.zeros(parts, dtype=np.float32)
+    for part in numba.prange(parts):
+        total = np.float32(0)
+        for run in range(part * len(starts) // parts, (part + 1) * len(starts) // parts):
+            mine = x[starts[run] : starts[run] + size]
+            for i in range(size):
+                total += mine[i]
+        sums[part] = total
+    return sums.sum()
 
 
 def encoded(name: str, k: Tensor, v: Tensor) -> CodeRead:
@@ -223,8 +249,15 @@ def bars(made: dict[str, Variant], bandwidth: float, group: int, dim: int) -> No
         verdict("share of read bandwidth", shares(dense, bandwidth), 0.8, at_least=True)
     for one in made.values():
         if one.name.startswith("list"):
-            share_of = tuple(x * dense.nbytes / one.nbytes for x in ratios(one, dense))
-            verdict(f"{one.name}: time over traffic", share_of, 1.25, at_least=False)
+            shrunk, plain = dense.nbytes / one.nbytes, made[one.name.replace("list", "sum")]
+            verdict(f"{one.name}: time over traffic", scaled(ratios(one, dense), shrunk), 1.25, at_least=False)
+            added, memory = ratios(one, plain), scaled(ratios(plain, dense), shrunk)
+            print(
+                f"      {added[0]:.2f} and {added[1]:.2f} of its plain sum's, which itself is {memory[0]:.2f} and "
+                f"{memory[1]:.2f} over traffic"
+            )
+        elif one.name.startswith("sum"):
+            continue
         elif one.nbytes < dense.nbytes:
             verdict(f"{one.name} over all blocks", ratios(one, dense), 1, at_least=False)
 
@@ -238,6 +271,10 @@ def shares(one: Variant, bandwidth: float) -> tuple[float, float]:
 def ratios(one: Variant, other: Variant) -> tuple[float, float]:
     """One's time over the other's: medians, best rounds."""
     return float(np.median(one.seconds) / np.median(other.seconds)), min(one.seconds) / min(other.seconds)
+
+
+def scaled(found: tuple[float, float], factor: float) -> tuple[float, float]:
+    return found[0] * factor, found[1] * factor
 
 
 def verdict(name: str, found: tuple[float, ...], limit: float, *, at_least: bool) -> None:
