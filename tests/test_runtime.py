@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -58,3 +59,33 @@ def test_elsewhere_the_peak_is_that_of_getrusage_in_the_systems_unit(
     monkeypatch.setattr(Path, "is_file", lambda self: False)
     monkeypatch.setattr(sys, "platform", platform)
     assert peak_rss_bytes() == 5000 * unit
+
+
+GROWN = """
+import re, sys
+from pathlib import Path
+from kvassay.runtime import release_memory
+
+def held():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024
+
+release_memory()
+before = held()
+some = [bytearray(100_000) for _ in range(3000)]  # below what is mapped by itself, 286 MiB in all
+last = bytearray(100_000)                         # in use behind them
+del some
+after = held()
+release_memory()
+print(before, after, held())
+"""
+
+
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux") or getattr(ctypes.CDLL(None), "malloc_trim", None) is None,
+    reason="only glibc can be asked for freed memory",
+)
+def test_freed_memory_below_what_is_in_use_goes_back_to_the_system() -> None:
+    done = subprocess.run([sys.executable, "-c", GROWN], capture_output=True, text=True, check=True)
+    before, after, released = map(int, done.stdout.split())
+    assert after - before > 200
+    assert released - before < 50

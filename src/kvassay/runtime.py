@@ -8,6 +8,8 @@ folder named by all of their sources. Whatever the user has set already wins.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import hashlib
 import os
 import sys
@@ -36,6 +38,17 @@ def compiled_kernels(package: Path = Path(__file__).parent) -> Path:
     for source in sorted((package / "kernels").glob("*.py")):
         found.update(source.read_bytes())
     return platformdirs.user_cache_path("kvassay") / "compiled" / found.hexdigest()[:16]
+
+
+def release_memory() -> None:
+    """Drop unreachable objects, and give freed memory back to the system where the allocator can be asked to (glibc).
+
+    It keeps what lies below the last thing in use: after twenty contexts under 25 arms a process held 9.6 GiB with 2.8
+    in use.
+    """
+    gc.collect()
+    if sys.platform.startswith("linux") and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)
 
 
 def peak_rss_bytes() -> int:

@@ -7,7 +7,6 @@ last, when nothing else runs.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -38,6 +37,7 @@ from kvassay.experiment.workers import Workers, suggested_jobs, threads_for
 from kvassay.record.load import load, torch_device
 from kvassay.replay.calibration import fitting_once
 from kvassay.replay.closed import replay_trace
+from kvassay.runtime import release_memory
 from kvassay.trace.reader import Trace
 from kvassay.workload.sample import Sample
 
@@ -171,7 +171,7 @@ def _units(
                 done.append(finished)
                 listener.end(found is not None)
         del session
-        gc.collect()
+        release_memory()
     return done
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import hashlib
 import json
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from kvassay.record.load import LoadedModel, load
 from kvassay.replay.closed import replay_trace
 from kvassay.replay.drafting import Speculation
 from kvassay.replay.speculation import replay_speculation
+from kvassay.runtime import release_memory
 from kvassay.trace.reader import Trace
 
 KEY = "key"
@@ -57,7 +57,7 @@ def _measured(plan: Plan, folder: RunFolder, model: str, done: Sequence[Done], c
         for item, key in lacking:
             _write(folder, key, item, _speculate(session, item, drafts, calibration))
         del session
-        gc.collect()
+        release_memory()
     return [folder.drafted(key) for key in keys]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from kvassay.record.load import load
 from kvassay.replay.closed import replay_trace
 from kvassay.replay.compressors import keeps_entries
 from kvassay.replay.latency import ArmTimes, time_arms
+from kvassay.runtime import release_memory
 from kvassay.trace.reader import Trace
 
 KEY = "key"
@@ -84,7 +84,7 @@ def _timed(
             ]
             yield from _results(trace_set, [list(times) for times in zip(*found, strict=True)], roofs, hardware, busy)
         del session
-        gc.collect()
+        release_memory()
 
 
 def _results(

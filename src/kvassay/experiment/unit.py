@@ -19,6 +19,7 @@ from kvassay.record.transformers import record_sample
 from kvassay.replay.applies import not_applicable
 from kvassay.replay.arms import Arm
 from kvassay.replay.protocol import Protocol
+from kvassay.runtime import release_memory
 from kvassay.trace.reader import Trace
 from kvassay.workload.registry import build
 from kvassay.workload.sample import Sample
@@ -104,6 +105,7 @@ class Session:
         _check_rows(rows, trace, [arm.label for arm in self.plan.arms if arm.label not in done.idle])
         notes = {"unit": done.key, "trace": done.trace, "code_sha256": self.plan.code}
         self.folder.write(self.folder.unit(done.key), lambda path: write_results(rows, path, notes))
+        release_memory()
         return done
 
     def _done(self, unit: Unit, trace: Trace, calibration: Trace | None) -> Done:
