@@ -30,6 +30,15 @@ def test_a_policy_of_ones_own_beside_the_arms_that_always_run(tmp_path: Path, mo
     assert "done before" in again.stderr
 
 
+def test_without_timing_no_clock_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_tiny_model(tmp_path / "tiny-llama")
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli, ["try", str(model), "snapkv", "--no-timing", *OPTIONS], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert (folder / "cells.parquet").is_file() and not (folder / "latency.parquet").exists()
+
+
 def test_a_wrong_policy_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(

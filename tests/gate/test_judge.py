@@ -273,6 +273,14 @@ def test_all_promoting_workloads_are_needed_on_every_model() -> None:
     )
 
 
+def test_workloads_that_were_not_run_are_named_beside_another_reason_to_hold() -> None:
+    verdict = overall(judge(gate(), ARMS, [evidence("copy", top1={CAND: (0.95, 0.75) * 4})]))
+    assert verdict.outcome == "hold" and "tiny, copy 2k" in verdict.reason
+    assert verdict.reason.endswith(
+        "; not run on tiny: needle_multikey, tracking, chain; the workloads of promote do so together only"
+    )
+
+
 def test_sets_without_a_role_or_with_a_visible_question_are_not_judged() -> None:
     sets = [*everywhere(), evidence("prose", top1={CAND: POOR}), evidence("copy", query_aware=True, model="seen")]
     judged = judge(gate(), ARMS, sets)

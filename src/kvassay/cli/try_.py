@@ -19,6 +19,7 @@ from kvassay.cli.params import TokenCount
 @click.option("--questions", default=3, show_default=True, type=click.IntRange(1), help="Questions per context.")
 @click.option("--query-aware", is_flag=True, help="Let policies see the questions while compressing.")
 @click.option("--own-prefill", is_flag=True, help="Also run POLICY... with a prefill of their own, first budget.")
+@click.option("--timing/--no-timing", default=True, show_default=True, help="Time every arm's decode attention.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Seed of texts and policies.")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
 @click.option("--jobs", type=click.IntRange(1), help="Contexts at a time, a process each.  [default: by cores]")
@@ -33,6 +34,7 @@ def try_(
     questions: int,
     query_aware: bool,
     own_prefill: bool,
+    timing: bool,
     seed: int,
     device: str,
     jobs: int | None,
@@ -56,6 +58,7 @@ def try_(
         questions=questions,
         query_aware=query_aware,
         own_prefill=own_prefill,
+        timing=timing,
         seed=seed,
         device=device,
     )

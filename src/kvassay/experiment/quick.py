@@ -24,13 +24,14 @@ def quick_experiment(
     questions: int,
     query_aware: bool = False,
     own_prefill: bool = False,
+    timing: bool = True,
     seed: int = 0,
     device: str = "cpu",
 ) -> Experiment:
     """The experiment with every other setting at its default; its name says and hashes what is asked for,
 
     so that the same options continue the same run folder. `own_prefill` runs the policies with a prefill of their
-    own too. Raises `ExperimentError` as for a file.
+    own too; without `timing` no clock is run. Raises `ExperimentError` as for a file.
     """
     data = {
         "experiment": {"name": "try", "models": [model], "seed": seed, "device": device},
@@ -49,6 +50,7 @@ def quick_experiment(
             "budgets": list(budgets),
             "own_prefill": list(policies) if own_prefill else [],
         },
+        "latency": {"enabled": timing},
     }
     made = parse_experiment(data, "kvassay try")
     digest = hashlib.sha256(resolved_toml(made).encode()).hexdigest()[:8]

@@ -274,12 +274,13 @@ def _worst(
     reasons = sorted(map(_placed, unclear), key=lambda reason: not reason.startswith(UNDERPOWERED))
     reasons += [f"no verdict on {item.place}: dense is below its floor" for item in blind]
     reasons += _absent(label, judged)
+    lacks = []
     for model in dict.fromkeys(item.found.model for item in judged) or ("any model",):
         ran = {item.found.workload for item in judged if item.found.model == model}
         if lacking := [name for name in gate.roles.promote if name not in ran]:
-            reasons.append(f"not run on {model}: {', '.join(lacking)}; the workloads of promote do so together only")
-    if reasons:
-        return "hold", _first(reasons, ELSEWHERE)
+            lacks.append(f"not run on {model}: {', '.join(lacking)}; the workloads of promote do so together only")
+    if reasons or lacks:
+        return "hold", "; ".join(([_first(reasons, ELSEWHERE)] if reasons else []) + lacks)
     clear = [part.verdict.reason for part in parts if part.verdict.outcome == "promote"]
     return "promote", "; ".join(dict.fromkeys(reason for reason in clear if reason))
 
