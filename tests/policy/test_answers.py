@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvassay.cache.edits import Decision
 from kvassay.errors import BudgetError, PolicyError
 from kvassay.policy import registry
-from kvassay.policy.answers import answering
+from kvassay.policy.answers import answering, checked_edits
 from kvassay.policy.base import Policy
 from kvassay.replay.asking import propose
 from tests.policy.build import allowance, cache, dense, memory, view
@@ -94,3 +95,11 @@ def test_a_budget_that_leaves_nothing_names_the_arm(name: str, arm: str) -> None
     with pytest.raises(BudgetError, match=r"always keeps sink=. tokens") as caught:
         asked(registry.parse(name))
     assert str(caught.value).startswith(f"arm '{arm}': policy 'streaming' always keeps")
+
+
+@pytest.mark.parametrize("value", ["many", None, float("nan"), float("inf")])
+def test_a_fact_is_a_finite_number(value: Any) -> None:
+    policy = registry.parse("snapkv")
+    assert checked_edits(policy, Decision(facts={"share": 0.5, "count": 3})).facts["count"] == 3
+    with pytest.raises(PolicyError, match=rf"^policy 'snapkv': the fact 'share' must be .* number, got {value!r}"):
+        checked_edits(policy, Decision(facts={"share": value}))

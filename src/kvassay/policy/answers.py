@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -147,6 +148,9 @@ def checked_edits(policy: Policy, decision: Decision) -> Decision:
                     f"policy '{name}' answers with {kind}, which changes {' and '.join(unsaid)}: its card's "
                     "`approximates` must say so, or its attention would pass for exact"
                 )
+    for fact, value in decision.facts.items():
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise PolicyError(f"policy '{name}': the fact '{fact}' must be a finite number, got {value!r:.60}")
     return decision
 
 
