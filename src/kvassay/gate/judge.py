@@ -274,15 +274,24 @@ def _worst(
     reasons = sorted(map(_placed, unclear), key=lambda reason: not reason.startswith(UNDERPOWERED))
     reasons += [f"no verdict on {item.place}: dense is below its floor" for item in blind]
     reasons += _absent(label, judged)
-    lacks = []
-    for model in dict.fromkeys(item.found.model for item in judged) or ("any model",):
-        ran = {item.found.workload for item in judged if item.found.model == model}
-        if lacking := [name for name in gate.roles.promote if name not in ran]:
-            lacks.append(f"not run on {model}: {', '.join(lacking)}; the workloads of promote do so together only")
+    lacks = _lacking(gate, judged)
     if reasons or lacks:
         return "hold", "; ".join(([_first(reasons, ELSEWHERE)] if reasons else []) + lacks)
     clear = [part.verdict.reason for part in parts if part.verdict.outcome == "promote"]
     return "promote", "; ".join(dict.fromkeys(reason for reason in clear if reason))
+
+
+def _lacking(gate: Gate, judged: Sequence[SetEvidence]) -> list[str]:
+    """Promoting workloads that were not run, said once for all models of which it is true."""
+    models: dict[str, list[str]] = {}
+    for model in dict.fromkeys(item.found.model for item in judged) or ("any model",):
+        ran = {item.found.workload for item in judged if item.found.model == model}
+        if lacking := [name for name in gate.roles.promote if name not in ran]:
+            models.setdefault(", ".join(lacking), []).append(model)
+    return [
+        f"not run on {', '.join(found)}: {lacking}; the workloads of promote do so together only"
+        for lacking, found in models.items()
+    ]
 
 
 def _absent(label: str, judged: Sequence[SetEvidence]) -> list[str]:
