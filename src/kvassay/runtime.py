@@ -43,7 +43,7 @@ def compiled_kernels(package: Path = Path(__file__).parent) -> Path:
 def release_memory() -> None:
     """Drop unreachable objects, and give freed memory back to the system where the allocator can be asked to (glibc).
 
-    It keeps what lies below the last thing in use: after twenty contexts under 25 arms a process held 9.6 GiB with 2.8
+    It keeps what lies below the last thing in use: after twenty contexts under 25 arms a process held 9.4 GiB with 2.7
     in use.
     """
     gc.collect()
