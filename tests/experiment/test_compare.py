@@ -18,6 +18,8 @@ from kvassay.experiment.results import Results
 from kvassay.experiment.rows import write_cells, write_samples
 from kvassay.measure.aggregate import aggregate
 from kvassay.measure.result import BranchResult
+from kvassay.trace.identity import context_sha256, question_sha256
+from kvassay.trace.reader import read_header
 from tests.rows import SILENT, row
 from tests.runs import make_run
 
@@ -193,3 +195,46 @@ def test_what_one_run_did_not_generate_is_not_compared(tmp_path: Path) -> None:
     )
     alone = compare(Results.open(tmp_path / "a"), Results.open(tmp_path / "b"), ["task"])
     assert cell(alone).contrasts == () and alone.comparisons == 0
+
+
+def asked(found: Sequence[BranchResult], question: str) -> list[BranchResult]:
+    """Rows that say what was asked, of traces with names of their own."""
+    return [
+        replace(one, trace=f"{question}-{one.trace}", context_sha256=f"c{one.trace}", question_sha256=question)
+        for one in found
+    ]
+
+
+def test_rows_that_say_what_was_asked_are_paired_without_their_traces(tmp_path: Path, traced: Any) -> None:
+    a, b = (
+        run_of(tmp_path / name, [replace(one, trace=name + one.trace) for one in asked(rows(), "q")]) for name in "ab"
+    )
+    found = compare(a, b)
+    assert (cell(found).questions, cell(found).identical, found.notes) == (12, True, ())
+    other = compare(a, run_of(tmp_path / "other", asked(rows(), "another question")))
+    assert cell(other).questions == 0 and other.notes[0].startswith("no question in common on tiny-model, kv_short 2k")
+
+
+def test_an_older_run_with_its_traces_meets_a_newer_one_without(tmp_path: Path, traced: Any) -> None:
+    older = traced("a", "old", b"same")
+    headers = [read_header(path)[0] for path in sorted((older.path / "traces").iterdir())]
+    newer = [
+        replace(
+            one,
+            trace=f"new-{one.trace}",
+            context_sha256=context_sha256(headers[int(one.trace[1])]),
+            question_sha256=question_sha256(headers[int(one.trace[1])], one.branch),
+        )
+        for one in rows()
+    ]
+    found = compare(older, run_of(tmp_path / "b", newer))
+    assert (cell(found).questions, cell(found).identical, found.notes) == (12, True, ())
+
+
+def test_the_code_that_changed_is_named_by_arm(tmp_path: Path) -> None:
+    code = {"dense": "0" * 64, ARM: "1" * 64, "only here": "2" * 64}
+    a = run_of(tmp_path / "a", rows(), policy_code=code)
+    b = run_of(tmp_path / "b", rows(), policy_code={"dense": "0" * 64, ARM: "3" * 64})
+    assert [(one.what, one.before, one.after) for one in compare(a, b).changes] == [
+        (f"own code of arm {ARM}", "1" * 64, "3" * 64)
+    ]

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from kvassay.errors import ExperimentError
-from kvassay.experiment.folder import CELLS
+from kvassay.experiment.folder import CELLS, MANIFEST
 from kvassay.experiment.footprints import load_footprints, load_times
 from kvassay.experiment.rows import write_cells
 from kvassay.measure.aggregate import aggregate
+from kvassay.measure.result import RECLAIM_MODES
 from kvassay.replay.serving.cost import TableTimes
 from kvassay.replay.serving.footprint import Footprint
 from tests.rows import SILENT, row
@@ -59,6 +60,25 @@ def test_what_windows_read_is_not_the_arm_s(tmp_path: Path) -> None:
     write_cells([(labels, aggregate(rows).cells)], tmp_path / "run" / CELLS)
     (found,) = load_footprints([tmp_path / "run"])
     assert (found.read_fraction, found.scan_fraction) == (0.5, 0.25)
+
+
+def test_a_selectors_side_data_is_charged_beside_blocks_that_codes_make_smaller(tmp_path: Path) -> None:
+    """Of 128 blocks 64 are left, and 0.62 of dense's bytes are held: 0.12 of them lie beside the blocks."""
+    make_run(tmp_path / "run")
+    freed = dict.fromkeys(RECLAIM_MODES, 64.0)
+    alike = (
+        row(name, retained_bytes_scope=620.0, retained_fraction_scope=0.62, blocks_freed=freed)
+        for name in ("fp8", SNAPKV)
+    )
+    rows = [row("dense", retained_bytes_scope=1000.0), *alike]
+    labels = {"model": "tiny-model", "trace_set": "kv_short 2k"}
+    write_cells([(labels, aggregate(rows).cells)], tmp_path / "run" / CELLS)
+    manifest = json.loads((tmp_path / "run" / MANIFEST).read_text())
+    next(arm for arm in manifest["arms"] if arm["label"] == "fp8")["effects"] = ["quantize", "select"]
+    (tmp_path / "run" / MANIFEST).write_text(json.dumps(manifest))
+    selector, other = load_footprints([tmp_path / "run"], "whole_block", ["fp8", SNAPKV])
+    assert (selector.freed_fraction, selector.side_fraction) == (0.5, pytest.approx(0.12))
+    assert selector.block_scale == pytest.approx(0.62) and other.side_fraction == 0
 
 
 def test_what_acts_on_what_is_written_is_smaller_from_the_start_unless_told_otherwise(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ METRICS = ("top1", "task", "nll")
 """Compared unless others are asked for: each metric more makes every other one harder to show."""
 AMOUNTS = ("retained_bytes", "retained_fraction", "read_bytes", "read_fraction", "selected_tokens", "policy_bytes")
 Side = Literal["A", "B"]
-_SAID = attrgetter(*(f.name for f in dataclasses.fields(BranchResult) if f.name not in (*WALL, "trace")))
+_NAMES = ("trace", "context_sha256", "question_sha256")
+_SAID = attrgetter(*(f.name for f in dataclasses.fields(BranchResult) if f.name not in (*WALL, *_NAMES)))
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,7 @@ def _sides(shared: Sequence[Pair]) -> tuple[list[Any], list[Any]]:
 
 
 def _same(pair: Pair) -> bool:
-    """Whether two rows say the same, wall times and the trace's name aside; NaN equals NaN."""
+    """Whether two rows say the same, wall times and names of what was asked aside; NaN equals NaN."""
     old, new = _SAID(pair.before), _SAID(pair.after)
     return bool(old == new) or all(a == b or (a != a and b != b) for a, b in zip(old, new, strict=True))
 
@@ -301,4 +302,5 @@ def _notes(before: Questions, after: Questions, cells: Sequence[PairedCell]) -> 
     unpaired = [cell for cell in cells if not cell.questions]
     if unpaired:
         sets = dict.fromkeys(f"{cell.model}, {cell.trace_set}" for cell in unpaired)
-        yield f"no question in common on {'; '.join(sets)}: same name, other texts or other model weights"
+        named = ", or traces that are gone, named by another version" if gone else ""
+        yield f"no question in common on {'; '.join(sets)}: same name, other texts or other model weights{named}"

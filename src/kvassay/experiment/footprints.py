@@ -108,6 +108,8 @@ def _footprint(results: Results, found: SetResult, cell: Cell, dense: Cell, mode
     # What lies outside the arm's scope (windows) is read as it is held, by dense and by the arm alike.
     outside = dense.amounts["retained_bytes"] - dense.amounts["retained_bytes_scope"]
     read = (cell.amounts["read_bytes"] - outside) / (dense.amounts["read_bytes"] - outside)
+    # A selector's side data lies beside the blocks, also where what it selects over makes them fewer or smaller.
+    packed = 1 - max(cell.blocks_freed.values()) / blocks if blocks and "select" in info.effects else 1.0
     return Footprint(
         arm=cell.arm,
         mode=mode,
@@ -119,7 +121,7 @@ def _footprint(results: Results, found: SetResult, cell: Cell, dense: Cell, mode
         freed_fraction=min(max(freed / blocks, 0.0), 1 - 1 / max(blocks, 2)) if blocks else 0.0,
         read_fraction=max(read, 0.0),
         writes=bool(info.approximates) or (mode in WRITING and freed > 0),
-        side_fraction=max(cell.amounts["retained_fraction_scope"] - 1, 0.0),
+        side_fraction=max(cell.amounts["retained_fraction_scope"] - packed, 0.0),
         scan_fraction=cell.amounts["policy_bytes"] / dense.amounts["retained_bytes_scope"],
         correct=_task(cell),
         dense_correct=_task(dense),

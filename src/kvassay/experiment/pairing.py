@@ -15,8 +15,9 @@ from kvassay.experiment.folder import SAMPLES, RunFolder
 from kvassay.experiment.results import Results
 from kvassay.experiment.rows import from_row, read_table
 from kvassay.measure.result import BranchResult
+from kvassay.trace.identity import context_sha256, question_sha256
 from kvassay.trace.reader import read_header
-from kvassay.trace.schema import HEADER_FILE, PREFIX, TraceHeader, branch_name
+from kvassay.trace.schema import HEADER_FILE, TraceHeader
 
 SetKey = tuple[str, str]
 """A trace set: (model, label)."""
@@ -39,7 +40,8 @@ class Questions:
     contents: Mapping[Hashable, str | None]
     """What of K, V and queries lies behind a context, by its tokens; None where the trace is gone."""
     gone: tuple[str, ...]
-    """Traces that are no longer there; their questions are known by the trace's name, which hashes the sample."""
+    """Traces that are no longer there, of runs before rows said what was asked: their questions are known by the
+    trace's name, which hashes the sample and the recorder's code."""
 
     @classmethod
     def of(cls, results: Results) -> Questions:
@@ -48,14 +50,18 @@ class Questions:
         rows: dict[SetKey, dict[str, dict[Hashable, BranchResult]]] = {}
         headers: dict[str, TraceHeader | None] = {}
         contents: dict[Hashable, str | None] = {}
+        gone: dict[str, None] = {}
         for raw in read_table(results.path / SAMPLES):
             row = from_row(raw)
             if row.trace not in headers:
                 headers[row.trace] = _header(traces / row.trace)
-                contents[_context(row.trace, headers[row.trace])] = _content(headers[row.trace])
+            context, question = _asked(row, headers[row.trace])
+            contents[context] = _content(headers[row.trace])
+            if context == row.trace:
+                gone[row.trace] = None
             arms = rows.setdefault((raw["model"], raw["trace_set"]), {})
-            arms.setdefault(row.arm, {})[_question(row, headers[row.trace])] = row
-        return cls(rows, contents, tuple(name for name, header in headers.items() if header is None))
+            arms.setdefault(row.arm, {})[context, question] = row
+        return cls(rows, contents, tuple(gone))
 
 
 def pairs(before: Mapping[Hashable, BranchResult], after: Mapping[Hashable, BranchResult]) -> list[Pair]:
@@ -73,24 +79,13 @@ def _header(folder: Path) -> TraceHeader | None:
     return read_header(folder)[0] if (folder / HEADER_FILE).is_file() else None
 
 
-def _context(trace: str, header: TraceHeader | None) -> Hashable:
-    if header is None:
-        return trace
-    return header.model.weights_sha256, _tokens(header, PREFIX)
-
-
-def _question(row: BranchResult, header: TraceHeader | None) -> Hashable:
-    """(context, question): what was asked of what. `scored` decides which tokens count, and so belongs to it."""
-    context = _context(row.trace, header)
-    if header is None:
-        return context, row.branch
-    entry = header.branches[row.branch]
-    asked = _tokens(header, branch_name(row.branch)), entry.question_tokens, str(entry.meta.get("scored"))
-    return context, (row.branch, *asked)
-
-
-def _tokens(header: TraceHeader, segment: str) -> str:
-    return header.shards[f"{segment}/tokens.safetensors"].sha256
+def _asked(row: BranchResult, header: TraceHeader | None) -> tuple[Hashable, Hashable]:
+    """(context, question): what was asked of what."""
+    if row.question_sha256:
+        return row.context_sha256, (row.branch, row.question_sha256)
+    if header is not None:
+        return context_sha256(header), (row.branch, question_sha256(header, row.branch))
+    return row.trace, row.branch
 
 
 def _content(header: TraceHeader | None) -> str | None:

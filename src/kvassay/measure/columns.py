@@ -113,6 +113,8 @@ SAMPLE: dict[str, Words] = {
     "policy_seconds": Words(),
     "facts": Words(),
     "kept": Words("fraction", "tokens of the stretch x KV heads of the scoped layers"),
+    "context_sha256": _given(),
+    "question_sha256": _given(),
 }
 SECONDS = "wall seconds per decoded token"
 LATENCY: dict[str, Words] = {

@@ -115,6 +115,10 @@ class BranchResult:
     """Where in the context what is held lies: for each of `KEPT_BINS` equal stretches of it (one per token, if it has
     fewer), the tokens still held after compressing, in slots or encoded / the stretch's tokens, mean over the KV heads
     of the layers the policy may act on, in [0, 1]. Given with a context's first question, empty with the others."""
+    context_sha256: str = ""
+    """What the context is, however it was recorded: sha256 of the model's weights and the context's tokens."""
+    question_sha256: str = ""
+    """What was asked of it: sha256 of the question's and the answer's tokens, and of which of them are scored."""
 
 
 def measured(rows: Iterable[BranchResult], names: Iterable[str]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from kvassay.measure.result import BranchResult
 from kvassay.measure.task import divergence_step, score_answer
 from kvassay.replay.bytes import Held
 from kvassay.replay.lane import Lane
+from kvassay.trace.identity import context_sha256, question_sha256
 from kvassay.trace.reader import Branch, Trace
 
 
@@ -110,6 +111,8 @@ def branch_result(
         policy_seconds=arm.lane.seconds,
         facts=json.dumps(dict(arm.lane.facts)),
         kept=arm.kept,
+        context_sha256=context_sha256(trace.header),
+        question_sha256=question_sha256(trace.header, index),
     )
 
 
