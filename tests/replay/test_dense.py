@@ -10,6 +10,7 @@ from kvassay.policy.registry import make
 from kvassay.replay.arms import Arm
 from kvassay.replay.closed import replay_trace
 from kvassay.replay.protocol import Protocol
+from kvassay.trace.identity import context_sha256, question_sha256
 from tests.replay.oracle import Oracle
 from tests.replay.watch import Watch
 from tests.replay.worlds import World, sample
@@ -39,6 +40,10 @@ def test_chunking_of_the_recorder_does_not_matter(world: World, watch: Watch) ->
     whole = world.record("one-chunk", sample(world.trace.prefix.tokens, 0), chunk=512)
     rows = replay_trace(world.loaded, whole, [DENSE], Protocol(free_tokens=0))
     assert {(row.task, row.generated_tokens, row.divergence) for row in rows} == {(None, 0, None)}, "none generated"
+    said = {row.branch: (row.context_sha256, row.question_sha256) for row in rows}
+    header = world.trace.header
+    assert said == {index: (context_sha256(header), question_sha256(header, index)) for index in (0, 1)}
+    assert said[0] != said[1], "of the other recording's tokens, and of each question its own"
     for index, branch in enumerate(world.trace.branches):
         recorded = branch.logits[branch.question_tokens - 1 : -1]
         torch.testing.assert_close(watch.logits["dense", index], recorded, rtol=0, atol=1e-3)
