@@ -32,14 +32,15 @@ LEFT_OUT = ("floor", "missing", "summary")
 def changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[Change, ...]:
     """What differs between two manifests, key by key; `machine.torch` names a key in a table."""
     found = list(_differing("", {k: a.get(k) for k in COMPARED}, {k: b.get(k) for k in COMPARED}))
-    mine, theirs = (manifest.get("policy_code", {}) for manifest in (a, b))
-    shared = [arm for arm in mine if arm in theirs]
-    found += _differing("own code of arm ", {arm: mine[arm] for arm in shared}, {arm: theirs[arm] for arm in shared})
+    codes = [manifest.get("policy_code", {}) for manifest in (a, b)]
+    found += _differing(
+        "own code of arm ", *({arm: code[arm] for arm in codes[0] if arm in codes[1]} for code in codes)
+    )
     for key, word, names in NAMED:
-        before, after = (_by_name(manifest.get(key, ()), names) for manifest in (a, b))
-        for name in before:
-            if name in after:
-                found += _differing(f"{word} {name}: ", before[name], after[name])
+        mine, theirs = (_by_name(manifest.get(key, ()), names) for manifest in (a, b))
+        for name in mine:
+            if name in theirs:
+                found += _differing(f"{word} {name}: ", mine[name], theirs[name])
     return tuple(found)
 
 

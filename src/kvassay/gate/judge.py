@@ -274,9 +274,9 @@ def _worst(
     reasons = sorted(map(_placed, unclear), key=lambda reason: not reason.startswith(UNDERPOWERED))
     reasons += [f"no verdict on {item.place}: dense is below its floor" for item in blind]
     reasons += _absent(label, judged)
-    lacks = _lacking(gate, judged)
-    if reasons or lacks:
-        return "hold", "; ".join(([_first(reasons, ELSEWHERE)] if reasons else []) + lacks)
+    told = ([_first(reasons, ELSEWHERE)] if reasons else []) + _lacking(gate, judged)
+    if told:
+        return "hold", "; ".join(told)
     clear = [part.verdict.reason for part in parts if part.verdict.outcome == "promote"]
     return "promote", "; ".join(dict.fromkeys(reason for reason in clear if reason))
 
